@@ -65,7 +65,9 @@ class DTensorOptimizer(CompositeOptimizer):
     collects_stats = False  # whether to measure the next steps; the same on all ranks
     steps = 0  # number of steps done
     _observer: StepObserver | None = None
-    checks: SpotChecks | None = None  # see Note [Spot checks]; those of a chain are the chain's
+    spot_checks: SpotChecks | None = (
+        None  # see Note [Spot checks]; those of a chain are the chain's
+    )
     frozen: Frozen | None = None  # notices what is unfrozen later, in your own loop
 
     def __init__(
@@ -172,7 +174,7 @@ class DTensorOptimizer(CompositeOptimizer):
         self._attach()
         observer = self._observer if self.collects_stats else None
         with observer.collecting() if observer else nullcontext(), matmul_precision():
-            if self.checks is not None and not self.checks.passes(self.steps):
+            if self.spot_checks is not None and not self.spot_checks.passes(self.steps):
                 return
             super()._step()
             self.steps += 1

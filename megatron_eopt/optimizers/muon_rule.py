@@ -202,8 +202,8 @@ class MuonRule(UpdateRule):
 
     def look_ahead(
         self, numbers: Sequence[int], groups: Sequence[ParamGroup], state: State
-    ) -> dict[int, Tensor]:
-        """Return the directions of some shards, as they are sent, and leave momenta as they are."""
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Return the directions of some shards, as they are sent, and what momenta will be."""
         stepped = {n: item for n, item in self._stepped(groups, state).items() if n in numbers}
         if self.host is not None:
             self.host.fetch([item.param for item in stepped.values()], state)
@@ -214,7 +214,7 @@ class MuonRule(UpdateRule):
             for n, item in stepped.items()
         }
         found = self._mixed(stepped, momenta, self.optimizer.nesterov, self._dtype)
-        return {n: self._input(n, found).to(self._dtype) for n in numbers}
+        return {n: self._input(n, found).to(self._dtype) for n in numbers}, momenta
 
     def compute_alone(self, engine: MatrixEngine, stack: Tensor, matrix: int) -> None:
         """Compute one whole matrix of an engine on this rank, without measuring it."""

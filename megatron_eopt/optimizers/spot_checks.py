@@ -34,14 +34,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import gather_objects, gather_unique, is_rank_0
 from megatron_eopt.base.errors import SpotCheckError
 from megatron_eopt.base.gpu import HostCopy
 from megatron_eopt.base.log import inform
 from megatron_eopt.base.names import CheckActionT
 from megatron_eopt.layouts import Layout, Matrix, Redistribution, WaveBatch
+from megatron_eopt.layouts.assignment import plan_waves
 from megatron_eopt.layouts.boxes import Boxes
 from megatron_eopt.layouts.plan import sum_of_weights
+from megatron_eopt.math import standard_flops
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.adaptive_rule import AdaMuonRule
 from megatron_eopt.optimizers.muon_rule import Held, MuonRule
@@ -53,6 +56,9 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _PURE = (MuonRule._update, AdaMuonRule._update)
 """Updates that depend on the direction alone."""
+
+_TURNS = 3
+"""Most checks of a cycle: the matrices of one share its calls, and keep all ranks busy."""
 
 type SourceT = Callable[[], AbstractContextManager[tuple[list[ParamGroup], State]]]
 """Provides the groups and the state that an update rule works on."""
@@ -81,11 +87,22 @@ class Finding:
     def __str__(self) -> str:
         """Return the line for the log."""
         start = f"spot check: step {self.step}, {self.matrix}: "
-        if not self.decided:
+        if not self.decided and self.rank is None:
             return start + "ranks computed different updates, and none could be confirmed"
+        if not self.decided:
+            return start + f"rank {self.rank} ({self.where}) has other gradients or momenta"
         if self.rank is None:
             return start + "an update was changed on its way to the ranks that store it"
         return start + f"rank {self.rank} ({self.where}) computed other bits than two other times"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What checks cost a rank, on average over the ranks."""
+
+    flops: float  # of matrix products
+    bytes: float  # sent to other ranks
+    calls: float  # of collectives
 
 
 @dataclass(frozen=True)
@@ -117,14 +134,14 @@ def _columns(boxes: Boxes) -> tuple[Any, ...]:
 class SpotCheck:
     """Checks the matrices of one update rule; see Note [Spot checks].
 
-    All ranks of its group create it together. ``replicas`` are ranks that store and compute the
-    same as this one.
+    All ranks of its group create it together. Its matrices are dealt into ``turns``. ``replicas``
+    are ranks that store and compute the same as this one.
     """
 
     def __init__(
         self,
         update_rule: MuonRule,
-        fraction: float,
+        turns: int,
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
         self.rule, self._replicas = update_rule, replicas
@@ -139,15 +156,28 @@ class SpotCheck:
             for number, shard in enumerate(update_rule.shards)
             for layout, name in zip(shard.layouts, shard.matrix_names, strict=True)
         ]
-        self._turns = _turns([m.layout.shape for m in self._matrices], fraction)
-        device = "CPU" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device)
-        mine = (f"{socket.gethostname()}, {self._device}", device)
+        device = torch.cuda.get_device_name(self._device) if gpu.is_there() else "CPU"
+        mine = (f"{socket.gethostname()}, {self._device} {device}", device)
         self._hosts = gather_objects(mine, self._voters)
+        kinds = Counter(kind for _, kind in self._hosts)
+        # other devices round otherwise
+        self._comparable = [
+            len(kinds) == 1 if replicas is not None else kinds[self._hosts[m.first][1]] > 1
+            for m in self._matrices
+        ]
+        shapes = {n: m.layout.shape for n, m in enumerate(self._matrices) if self._comparable[n]}
+        self._turns = _turns(shapes, turns)
         self._plans: dict[tuple[tuple[int, ...], ...], Redistribution] = {}
         self._drawn: tuple[int, ...] = ()
         self._directions: dict[int, Tensor] = {}
+        self._momenta: dict[int, Tensor] = {}  # only if replicas compare them
         self._updates: dict[int, Tensor] = {}  # checked updates by shard; only drawn pieces count
         self._values = torch.empty(0)
+
+    @property
+    def odd(self) -> int:
+        """How many matrices are not checked, because no rank has an equal device."""
+        return self._comparable.count(False)
 
     @property
     def _voters(self) -> dist.ProcessGroup | None:
@@ -170,24 +200,25 @@ class SpotCheck:
         return matrix.first, max(others, key=lambda rank: held[rank])
 
     def _alike(self, number: int, but: Sequence[int]) -> list[int]:
-        """Return other ranks of the group, in turn; only those with equal devices, if any."""
+        """Return other ranks of the group with equal devices, in turn."""
         size, start = self._ranks.size, number + but[0] + 1
         others = [rank for at in range(size) if (rank := (start + at) % size) not in but]
         kind = self._hosts[but[0]][1]
-        return [rank for rank in others if self._hosts[rank][1] == kind] or others
+        return [rank for rank in others if self._hosts[rank][1] == kind]
 
     @torch.no_grad()
-    def run(self, step: int, groups: Sequence[ParamGroup], state: State) -> Tensor | None:
+    def run(self, turn: int, groups: Sequence[ParamGroup], state: State) -> Tensor | None:
         """Compute the drawn matrices; return whether any is wrong, bool of shape (); collective.
 
         Returns None if no matrix of this update rule is drawn. Nothing changes.
         """
         self.forget()
-        self._drawn = self._turns[step % len(self._turns)]
+        self._drawn = self._turns[turn]
         if not self._drawn:
             return None
         numbers = list(dict.fromkeys(self._matrices[n].shard for n in self._drawn))
-        self._directions = self.rule.look_ahead(numbers, groups, state)
+        self._directions, momenta = self.rule.look_ahead(numbers, groups, state)
+        self._momenta = {} if self._replicas is None else momenta
         self._values, self._updates = self._compute(self._drawn, map(self._pair, self._drawn))
         self.rule.insert_checked = self._insert
         for number, engine in enumerate(self.rule.engines):
@@ -206,7 +237,28 @@ class SpotCheck:
         self.rule.insert_checked, self.rule.held = None, None
         for engine in self.rule.engines:
             engine.skipped = ()
-        self._drawn, self._directions, self._updates = (), {}, {}
+        self._drawn, self._directions, self._momenta, self._updates = (), {}, {}, {}
+
+    def cost(self) -> Cost:
+        """Return the cost of checking each matrix once."""
+        size, kinds = self._ranks.size, 2 if self._replicas is None else 1
+        sent, calls, flops = 0, 0, 0.0
+        for turn in filter(None, self._turns):
+            travelling = [0, 0]  # elements to ranks that compute, and back
+            pairs = [self._pair(number) for number in turn]
+            for number, pair in zip(turn, pairs, strict=True):
+                matrix = self._matrices[number]
+                held, whole = matrix.layout.boxes.held(size), math.prod(matrix.layout.shape)
+                flops += (kinds - 1) * standard_flops(*matrix.layout.shape)
+                if not self.rule.engine.blockwise:
+                    travelling[0] += sum(max(0, whole - int(held[rank])) for rank in pair)
+                    travelling[1] += int(held.sum() - held[list(pair)].sum())
+            waves = len(self._waves(turn, pairs))
+            reductions = 1 + (self._replicas is not None and self._ranks.group is not None)
+            calls += waves * sum(map(bool, travelling)) + reductions
+            sent += sum(travelling)
+        itemsize = self.rule.engine.dtype.itemsize
+        return Cost(flops / size, sent * itemsize / size, calls)
 
     def hold(self, passed: Tensor) -> None:
         """Let the step write drawn weights only if ``passed``, of shape (), is not NaN."""
@@ -279,17 +331,17 @@ class SpotCheck:
         return self._gathered(drawn, seen), updates
 
     def _gathered(self, drawn: Sequence[int], seen: Tensor) -> Tensor:
-        """Sum fingerprints over the group; collect those of replicas, with their directions'."""
+        """Sum fingerprints over the group; collect those of replicas, with their momenta's."""
         if self._replicas is None:
             dist.all_reduce(seen, group=self._ranks.group)
             return seen.unsqueeze(1)
-        of_directions = torch.zeros_like(seen[:1])
+        of_momenta = torch.zeros_like(seen[:1])
         for at, matrix in enumerate(self._matrices[n] for n in drawn):
-            if matrix.shard in self._directions:
-                pieces = matrix.pieces(self._directions[matrix.shard], self._ranks.rank)
+            if matrix.shard in self._momenta:
+                pieces = matrix.pieces(self._momenta[matrix.shard], self._ranks.rank)
                 for piece, row, _ in pieces:
-                    of_directions[0, at] += fingerprint(piece, row)
-        seen = torch.cat([of_directions, seen])
+                    of_momenta[0, at] += fingerprint(piece, row)
+        seen = torch.cat([of_momenta, seen])
         if self._ranks.group is not None:
             dist.all_reduce(seen, group=self._ranks.group)
         replicas = dist.get_world_size(self._replicas)
@@ -319,7 +371,7 @@ class SpotCheck:
             engine = self.rule.engine
             self._plans[key] = Redistribution(
                 planned,
-                _waves([m.layout.shape for m in matrices], engine.wave_elements),
+                self._waves(drawn, ranks),
                 self._ranks.group,
                 dtype=engine.dtype,
                 device=self._device,
@@ -327,6 +379,11 @@ class SpotCheck:
             )
             self._plans[key].buffers = engine.redistribution.buffers
         return self._plans[key]
+
+    def _waves(self, drawn: Sequence[int], ranks: Sequence[tuple[int, ...]]) -> list[list[int]]:
+        shapes = [self._matrices[number].layout.shape for number in drawn]
+        costs, sizes = [standard_flops(*s) for s in shapes], [math.prod(s) for s in shapes]
+        return plan_waves(ranks, costs, sizes, max_bytes=self.rule.engine.wave_elements)
 
     @torch.no_grad()
     def settle(self, step: int, groups: Sequence[ParamGroup], state: State) -> list[Finding]:
@@ -432,9 +489,10 @@ class SpotChecks:
     ) -> None:
         self._action = action
         self._rules = [rule for rule, *_ in parts]
-        self._unread: tuple[HostCopy, int] | None = None  # whether the last step was wrong
+        self._unread: tuple[HostCopy, int] | None = None  # whether the last step was right: 1 or 0
         self._checks: list[tuple[SpotCheck, SourceT]] = []
         unchecked = []
+        served = []
         for rule, source, replicas in parts:
             if replicas is not None and dist.get_world_size(replicas) == 1:
                 replicas = None
@@ -442,7 +500,14 @@ class SpotChecks:
             if why:
                 unchecked.append(f"{rule.name} {why}")
             elif isinstance(rule, MuonRule):
-                self._checks.append((SpotCheck(rule, fraction, replicas), source))
+                served.append((rule, source, replicas))
+        self._cycle = math.ceil(1 / fraction)
+        self._turns = min(self._cycle, _TURNS)
+        for rule, source, replicas in served:
+            check = SpotCheck(rule, self._turns, replicas)
+            self._checks.append((check, source))
+            if check.odd:
+                unchecked.append(f"{rule.name} for {check.odd} matrices: no two devices are equal")
         for line in gather_unique(unchecked):
             inform(logger, f"muon_check_fraction={fraction} does not check all: {line}")
 
@@ -466,10 +531,14 @@ class SpotChecks:
         Raises:
             SpotCheckError: On all ranks, if an update is wrong and the action is "stop".
         """
+        turn = self._turn(step)
+        if turn is None:
+            self.forget()
+            return True
         found = []
         for check, source in self._checks:
             with source() as (groups, state):
-                wrong = check.run(step, groups, state)
+                wrong = check.run(turn, groups, state)
             found += [] if wrong is None else [wrong]
         flag = torch.stack(found).any().float() if found else torch.zeros((), device="cuda")
         if dist.is_initialized():
@@ -484,8 +553,13 @@ class SpotChecks:
             for rule in self._rules:
                 kept = rule.coefficient
                 rule.coefficient = passed if kept is None else kept * passed
-        self._unread = HostCopy(flag), step
+        self._unread = HostCopy(1 - flag), step
         return True
+
+    def _turn(self, step: int) -> int | None:
+        """Return whose turn it is; None if no matrix is checked in a step."""
+        before, now = ((phase * self._turns) // self._cycle for phase in (step - 1, step))
+        return now % self._turns if now != before else None
 
     def read_late(self) -> bool:
         """Act on the check of a step that did not wait for it; return whether it was done.
@@ -494,12 +568,19 @@ class SpotChecks:
             SpotCheckError: On all ranks, as in :meth:`passes`.
         """
         unread, self._unread = self._unread, None
-        if unread is None or not unread[0].read():
+        if unread is None or unread[0].read():
             return True
         if self._settle(unread[1]):
             for check, _ in self._checks:
                 check.rule.apply_held()
         return self._action == "continue"
+
+    def cost(self) -> "Cost":
+        """Return what checks cost this rank in a step, on average over ranks and steps."""
+        found = [check.cost() for check, _ in self._checks]
+        calls = self._turns * bool(found) + sum(cost.calls for cost in found)
+        sums = (sum(cost.flops for cost in found), sum(cost.bytes for cost in found), calls)
+        return Cost(*(amount / self._cycle for amount in sums))
 
     def forget(self) -> None:
         """Drop what was computed for the last step, and whether it was right."""
@@ -539,27 +620,10 @@ def _why_unchecked(rule: UpdateRule, replicas: dist.ProcessGroup | None) -> str:
     return "computes pieces in blockwise mode" if rule.engine.blockwise else ""
 
 
-def _turns(shapes: Sequence[tuple[int, int]], fraction: float) -> list[tuple[int, ...]]:
-    """Return the matrices of each step: each once in a cycle, with about equal work."""
-    count = math.ceil(1 / fraction)
-    order = sorted(range(len(shapes)), key=lambda n: (-math.prod(shapes[n]), n))
-    turns: list[list[int]] = [[] for _ in range(count)]
-    for at, number in enumerate(order):
-        turns[at % count if len(order) >= count else at * count // len(order)].append(number)
-    return [tuple(sorted(turn)) for turn in turns]
-
-
-def _waves(shapes: Sequence[tuple[int, int]], most: int) -> list[list[int]]:
-    """Cut matrices, in order, into waves of at most ``most`` elements."""
-    waves: list[list[int]] = []
-    room = 0
-    for number, shape in enumerate(shapes):
-        if not waves or math.prod(shape) > room:
-            waves.append([])
-            room = most
-        waves[-1].append(number)
-        room -= math.prod(shape)
-    return waves
+def _turns(shapes: Mapping[int, tuple[int, int]], count: int) -> list[tuple[int, ...]]:
+    """Deal matrices into turns with about equal work."""
+    order = sorted(shapes, key=lambda n: (-math.prod(shapes[n]), n))
+    return [tuple(sorted(order[turn::count])) for turn in range(count)]
 
 
 def _copies_of(layout: Layout) -> int:

@@ -93,7 +93,7 @@ class OptimizerChain(ChainedOptimizer):
         self._overlap: Overlap | None = None
         if settings.config.muon_overlap_dp_comm:
             self._overlap = Overlap(self.links, self._named_chunks, self._expects_no_clipping)
-        self._checks = SpotChecks.of(
+        self.spot_checks = SpotChecks.of(
             settings.config,
             (
                 (rule, partial(link.groups_and_state, rule), link.replicas)
@@ -198,7 +198,9 @@ class OptimizerChain(ChainedOptimizer):
             if not late and self.is_above_skip_threshold(found):
                 self.skipped_steps += 1
                 return False, found, zeros
-            if self._checks is not None and not self._checks.passes(self._steps_done, late=late):
+            if self.spot_checks is not None and not self.spot_checks.passes(
+                self._steps_done, late=late
+            ):
                 self.skipped_steps += 1
                 return False, found, zeros
             done = self.step_with_ready_grads()
@@ -216,7 +218,7 @@ class OptimizerChain(ChainedOptimizer):
         try:
             if self._unread:
                 self._read(self._unread)
-            if self._checks is not None and not self._checks.read_late():
+            if self.spot_checks is not None and not self.spot_checks.read_late():
                 self.skipped_steps += 1
                 self._uncount_step()
         except (NonFiniteError, SpotCheckError):
@@ -370,8 +372,8 @@ class OptimizerChain(ChainedOptimizer):
                 state is missing or does not fit.
         """
         self._unread = {}
-        if self._checks is not None:
-            self._checks.forget()
+        if self.spot_checks is not None:
+            self.spot_checks.forget()
         if self._overlap is not None:
             self._overlap.forget()
         finish_gathers(self.model_chunks)

@@ -122,7 +122,7 @@ def build_optimizer(
     optimizer.collects_stats = settings.config.log_optimizer_stats
     optimizer.observe(stats_of(optimizer))
     optimizer.frozen = frozen
-    optimizer.checks = SpotChecks.of(
+    optimizer.spot_checks = SpotChecks.of(
         settings.config,
         (
             (rule, partial(optimizer.groups_and_state, rule), None)

@@ -17,9 +17,10 @@ from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.layouts.assignment import Float64Array
 from megatron_eopt.optimizers.modes import Schedule
+from megatron_eopt.optimizers.spot_checks import Cost
 from megatron_eopt.tools.dry_run import Report, dry_world, report_of, schedules_of
 from megatron_eopt.tools.plan.architectures import Architecture
-from megatron_eopt.tools.plan.cost import Times, times
+from megatron_eopt.tools.plan.cost import Times, bytes_sent, times
 from megatron_eopt.tools.plan.machine import Machine
 from megatron_eopt.tools.plan.model import (
     Layout,
@@ -54,6 +55,16 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Checks:
+    """What spot checks add to a step, on average over steps and ranks, and as shares of a step."""
+
+    cost: Cost
+    products: float  # share of the matrix products of a mean rank
+    bytes: float  # share of the bytes that the planned rank sends, without gradients
+    calls: float  # share of its collective calls
+
+
+@dataclass(frozen=True)
 class Plan:
     """What an optimizer step does at one layout, and how long it takes."""
 
@@ -68,6 +79,7 @@ class Plan:
     fullest: tuple[int, Memory]
     tokens: int  # tokens per global batch
     train_step: float  # predicted seconds of the forward and backward pass
+    checks: Checks | None  # what spot checks add, if they are on
 
     @property
     def share(self) -> float:
@@ -120,6 +132,21 @@ def plan(
         fullest=(fullest.busiest, memory),
         tokens=tokens,
         train_step=operations / (layout.world_size * machine.flops * _UTILIZATION),
+        checks=_checks(busiest, worst),
+    )
+
+
+def _checks(steps: "_Steps", stage: Stage) -> Checks | None:
+    cost, report = steps.cost, steps.report
+    if cost is None:
+        return None
+    sent = sum(bytes_sent(call) * count for call, count in report.collectives.items())
+    calls = sum(report.collectives.values())
+    return Checks(
+        cost,
+        cost.flops / max(float(stage.loads.mean()), 1.0),
+        cost.bytes / max(sent, 1.0),
+        cost.calls / max(calls, 1),
     )
 
 
@@ -130,6 +157,7 @@ class _Steps:
     report: Report
     times: Times
     adam: Times | None  # Adam's on the same weights; None if it is not counted yet
+    cost: Cost | None  # what spot checks add to it; None if they are off
 
 
 class _DryRuns:
@@ -199,11 +227,14 @@ class _DryRuns:
         report = report_of(optimizer, lambda: None)
         # without overlap, Adam needs another model
         adam = None if self._overlaps else self._adam_on(model)
-        return _Steps(report, times(report, self._machine, overlaps=self._overlaps), adam)
+        predicted = times(report, self._machine, overlaps=self._overlaps)
+        cost = optimizer.spot_checks.cost() if optimizer.spot_checks else None
+        return _Steps(report, predicted, adam, cost)
 
     def _adam_on(self, model: DistributedDataParallel) -> Times:
         self._tell("counting Adam's step")
         changes: dict[str, Any] = {"optimizer": "adam", "muon_overlap_dp_comm": False}
+        changes["muon_check_fraction"] = 0.0
         adam = get_megatron_optimizer(replace(self._config, **changes), [model])
         return times(report_of(adam, lambda: None), self._machine)
 

@@ -57,6 +57,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "phases": [{**p._asdict(), **asdict(amount)} for p, amount in report.phases.items()],
             "in_all": asdict(report.total),
         },
+        "spot_checks": None if plan.checks is None else asdict(plan.checks),
         "seconds": {**asdict(plan.times), "step": plan.times.step, "train_step": plan.train_step},
         "share_of_iteration": plan.share,
         "iteration_seconds": plan.train_step + plan.times.tail,
@@ -105,6 +106,14 @@ def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
     ]
     columns = ("phase", "kernels", "GB", "TFLOP", "waits")
     _print(console, "Kernels and GB except matrix products, and waits of the host", columns, rows)
+    if plan.checks is not None:
+        cost = plan.checks.cost
+        rows = [
+            ("TFLOP of products", _flops(cost.flops), f"{plan.checks.products:.2%}"),
+            ("MiB sent", f"{cost.bytes / 2**20:,.2f}", f"{plan.checks.bytes:.2%}"),
+            ("calls", f"{cost.calls:.2f}", f"{plan.checks.calls:.2%}"),
+        ]
+        _print(console, "Spot checks, on average", ("", "a step", "share of a step"), rows)
     held = {plan.rank: report.memory, fullest: most}
     kinds = asdict(most)
     rows = [

@@ -1,6 +1,8 @@
 """Spot checks: a flipped bit never gets into the weights, and clean steps raise no alarm."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import megatron_eopt
 from megatron_eopt.base.errors import SpotCheckError
 from megatron_eopt.config.config import EmergingOptimizerConfig
+from megatron_eopt.storage.interface import finish_gathers
 from tests.harness import run_ranks
 from tests.harness.flips import KINDS, PLACES, Flip, flipping
 from tests.harness.tiers import mostly_long
@@ -73,15 +76,25 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, a, b))
 
 
-class Lines(logging.Handler):
-    """Collects what is logged."""
-
+class _Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Collect what is logged in a block."""
+    handler = _Lines()
+    logger = logging.getLogger("megatron_eopt")
+    logger.addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def stepped(run: Run, flips: list[Flip | None], late: bool = False) -> list[dict[str, Any]]:
@@ -93,26 +106,24 @@ def stepped(run: Run, flips: list[Flip | None], late: bool = False) -> list[dict
     optimizer.reads_norms_late = late
     gradients(run, chunk, optimizer, 0)
     assert optimizer.step()[0]
+    finish_gathers([chunk])
     start, after = held(optimizer), []
-    lines = Lines()
-    logging.getLogger("megatron_eopt").addHandler(lines)
     results = []
     for flip in [None, *flips]:
         put_back(optimizer, start)
         gradients(run, chunk, optimizer, 1)
-        lines.lines.clear()
         result: dict[str, Any] = {"error": None, "done": None}
-        with flipping(flip) as done:
+        with flipping(flip) as done, listening() as lines:
             try:
                 result["done"] = optimizer.step()[0]
                 optimizer.get_grad_norm()
             except SpotCheckError as error:
                 result["error"] = str(error)
+        finish_gathers([chunk])
         now = held(optimizer)
         after = after or now
         result |= {"right": same(now, after), "unchanged": same(now, start)}
-        results.append(result | {"lines": list(lines.lines), "flipped": bool(done)})
-    logging.getLogger("megatron_eopt").removeHandler(lines)
+        results.append(result | {"lines": lines, "flipped": bool(done)})
     return results
 
 

@@ -145,6 +145,8 @@ UNCHANGED = (
     "matrix_buffer_mb",
     "muon_max_ranks_per_matrix",
     "muon_overlap_dp_comm",
+    "muon_check_fraction",
+    "muon_check_action",
 )
 """Fields that say where and when updates are computed; tests of layouts compare their values."""
 
