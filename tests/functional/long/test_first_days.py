@@ -61,7 +61,6 @@ def test_from_adam_to_muon_and_to_another_layout(tmp_path, record_property):
     for step, loss in stays.items():
         assert moved[step] == pytest.approx(loss, abs=1e-3)
         assert off_loaded[step] == pytest.approx(loss, abs=1e-3)
-    assert padded[21] == pytest.approx(stays[21], abs=0.05)
 
 
 def _rates_of_groups(folder: str) -> tuple[list[float], list[float], set[tuple[str, float]]]:

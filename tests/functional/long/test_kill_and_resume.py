@@ -88,16 +88,13 @@ def read(output: str) -> Attempt:
 class Start:
     """One start of the run, all of whose processes end with the ``with`` block."""
 
-    def __init__(
-        self, folder: Path, log: Path, iterations: int = ITERATIONS, restarts: int = 0
-    ) -> None:
+    def __init__(self, folder: Path, log: Path) -> None:
         self.folder = folder
         self._log = log
         self._name = uuid.uuid4().hex
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-        command += ["--max-restarts", str(restarts)]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(SCRIPT)]
-        command += [*TINY, *RUN, "--train-iters", str(iterations)]
+        command += [*TINY, *RUN, "--train-iters", str(ITERATIONS)]
         command += ["--save", str(folder), "--load", str(folder)]
         command += ["--save-interval", str(SAVE_INTERVAL)]
         environment = {"MEGATRON_EOPT_DEVICE": "cpu", "PYTHONUNBUFFERED": "1", MARK: self._name}
@@ -198,8 +195,8 @@ def possible(kill: Kill, left: int) -> Kill:
     return Kill(kill.kind, max(0, min(kill.after, limits[kill.kind])), kill.delay, kill.rank)
 
 
-def to_the_end(folder: Path, log: Path, iterations: int = ITERATIONS) -> Attempt:
-    with Start(folder, log, iterations) as start:
+def to_the_end(folder: Path, log: Path) -> Attempt:
+    with Start(folder, log) as start:
         assert start.wait() == 0, start.output()[-5000:]
         return read(start.output())
 
@@ -230,23 +227,3 @@ def test_ten_kills_change_nothing(tmp_path, record_property):
     iterations = sum(attempt.iterations for attempt in attempts)
     record_property("kills that left an unfinished checkpoint", half_written)
     record_property("iterations lost", iterations - ITERATIONS)
-
-
-def test_torchrun_starts_the_ranks_again_by_itself(tmp_path, record_property):
-    count, place = 12, tmp_path / "killed"
-    expected = to_the_end(tmp_path / "undisturbed", tmp_path / "undisturbed.log", count)
-    with Start(place, tmp_path / "killed.log", count, restarts=2) as start:
-        start.kill(Kill("step", 3, 0.0, 1))
-        start.kill(Kill("step", 8, 0.0, 0))
-        assert start.wait() == 0, start.output()[-5000:]
-        first, *others = re.split(r"(?=successfully loaded checkpoint)", start.output())
-    attempts = [read(part) for part in (first, *others)]
-    # every rank says what it has loaded
-    attempts = [attempt for attempt in attempts if attempt.losses]
-    assert [bool(attempt.loaded) for attempt in attempts] == [False, True, True]
-    for attempt in attempts:
-        assert attempt.losses.items() <= expected.losses.items()
-    assert newest_whole(place) == count
-    for folder in (tmp_path / "undisturbed").glob("iter_*"):
-        assert not differing(folder, place / folder.name), folder.name
-    record_property("fault: a rank is killed under torchrun --max-restarts", "2 same losses")
