@@ -470,7 +470,9 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _plain_run = Redistribution.run
 
 
-def _poisoned_run(self: Redistribution, load: Any, compute: Any, store: Any) -> None:
+def _poisoned_run(
+    self: Redistribution, load: Any, compute: Any, store: Any, side: Any = None
+) -> None:
     def store_and_poison(results: Mapping[str, Tensor]) -> None:
         with _NoCollectives():  # type: ignore[no-untyped-call]
             store(results)
@@ -479,7 +481,7 @@ def _poisoned_run(self: Redistribution, load: Any, compute: Any, store: Any) -> 
             if place is not None and address_of(place) == address_of(result):
                 _poison([result])
 
-    _plain_run(self, load, compute, store_and_poison)
+    _plain_run(self, load, compute, store_and_poison, side)
     _poison(self.buffers.values())
 
 

@@ -105,10 +105,10 @@ def parameter_spaces(
     parts: dict[int, list[tuple[str, ShardedTensor]]] = {}
     for item in nested_values(model_state):
         if isinstance(item, ShardedTensorFactory):
-            built = replace(item, data=_unquantized(item.data)).build()
+            built = _with_plain_data(item).build()
             parts[id(_owner(item.data))] = [(item.key, part) for part in tensors({"built": built})]
         elif isinstance(item, ShardedTensor) and item.data is not None:
-            entry = replace(item, data=_unquantized(item.data))
+            entry = _with_plain_data(item)
             # a view also belongs to its base tensor
             bases = [item.data._base] if item.data._is_view() else []
             for owner in (_owner(item.data), *bases):
@@ -150,11 +150,18 @@ def parameter_spaces(
     return spaces
 
 
-def _unquantized(tensor: Tensor) -> Tensor:
-    """Return a tensor without memory in the place of an 8-bit weight, of which there are no views.
+def _with_plain_data[T: (ShardedTensor, ShardedTensorFactory)](item: T) -> T:
+    """Return an entry with data without memory if it is an 8-bit weight, which has no views.
 
     Only shapes and strides of the model's entries matter for state.
     """
+    if not is_float8tensor(item.data):
+        return item
+    return replace(item, data=_unquantized(item.data))
+
+
+def _unquantized(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory in the place of an 8-bit weight, and any other unchanged."""
     if not is_float8tensor(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -40,6 +40,7 @@ from megatron_eopt.base.errors import SpotCheckError
 from megatron_eopt.base.gpu import HostCopy
 from megatron_eopt.base.log import inform
 from megatron_eopt.base.names import CheckActionT
+from megatron_eopt.config.settings import RunSettings
 from megatron_eopt.layouts import Layout, Matrix, Redistribution, WaveBatch
 from megatron_eopt.layouts.assignment import plan_waves
 from megatron_eopt.layouts.boxes import Boxes
@@ -514,13 +515,12 @@ class SpotChecks:
     @classmethod
     def of(
         cls,
-        config: Any,
+        settings: RunSettings,
         parts: Iterable[tuple[UpdateRule, SourceT, dist.ProcessGroup | None]],
     ) -> "SpotChecks | None":
-        """Return the checks that a configuration asks for; None if it asks for none."""
-        if not config.muon_check_fraction:
-            return None
-        return cls(list(parts), config.muon_check_fraction, config.muon_check_action)
+        """Return the checks that the settings ask for; None if they ask for none."""
+        fraction, action = settings.config.muon_check_fraction, settings.config.muon_check_action
+        return cls(list(parts), fraction, action) if fraction else None
 
     def passes(self, step: int, *, late: bool = False) -> bool:
         """Check some matrices; return whether to step; collective over all ranks.

@@ -94,7 +94,7 @@ class OptimizerChain(ChainedOptimizer):
         if settings.config.muon_overlap_dp_comm:
             self._overlap = Overlap(self.links, self._named_chunks, self._expects_no_clipping)
         self.spot_checks = SpotChecks.of(
-            settings.config,
+            settings,
             (
                 (rule, partial(link.groups_and_state, rule), link.replicas)
                 for link in links

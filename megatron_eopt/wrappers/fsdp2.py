@@ -123,7 +123,7 @@ def build_optimizer(
     optimizer.observe(stats_of(optimizer))
     optimizer.frozen = frozen
     optimizer.spot_checks = SpotChecks.of(
-        settings.config,
+        settings,
         (
             (rule, partial(optimizer.groups_and_state, rule), None)
             for rule in optimizer.update_rules

@@ -13,6 +13,8 @@ from tests.harness import run_ranks
 
 ELSEWHERE = {
     "@register_storage": "tests/unit/wrappers/test_own_storage.py",
+    "from my_package import": "tests/unit/test_contributed.py",
+    "dcp.load(": "tests/functional/long/test_first_days.py",
     "fully_shard_model(": "tests/unit/megatron_fsdp/test_layouts.py",
     "pretrain(...)": "scripts/pretrain_gpt.py is this script, whole",
     "transformers": "tests/functional/test_other_trainers.py",

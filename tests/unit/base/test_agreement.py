@@ -98,10 +98,6 @@ def _printed_by_the_hook(group: bool) -> bool:
     return bool(shown)
 
 
-def _refuse() -> None:
-    raise ConfigurationError("a", 1, "b", "C")
-
-
 def test_rank_0_alone_prints_an_error_of_all_ranks():
     assert run_ranks(2, _printed_by_the_hook, False) == [True, False]
     assert run_ranks(2, _printed_by_the_hook, True) == [True, True]
