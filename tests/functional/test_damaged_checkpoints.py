@@ -64,7 +64,7 @@ def load_each(flags: list[str], folders: list[str]) -> tuple[list[str], str]:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("form", parameters("torch_dist", "torch"))
+@pytest.mark.parametrize("form", parameters("torch_dist"))
 def test_every_damage_of_every_file_is_refused(tmp_path, form):
     good = tmp_path / "good"
     save(good, FORMATS[form])

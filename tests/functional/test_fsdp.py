@@ -58,7 +58,7 @@ CASES = [
     pytest.param("torch", [*MUON, "--swiglu"], 1e-5, id="torch, muon", marks=pytest.mark.long),
     pytest.param("torch", [*MUON, "--bf16"], 1e-2, id="torch, bf16", marks=pytest.mark.long),
     pytest.param("torch", [*MUON, *NORMUON], 1e-5, id="torch, normuon", marks=pytest.mark.long),
-    pytest.param("torch", ["--optimizer", "soap"], 0.1, id="torch, soap"),
+    pytest.param("torch", ["--optimizer", "soap"], 0.1, id="torch, soap", marks=pytest.mark.long),
 ]
 
 

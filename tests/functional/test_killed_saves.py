@@ -13,7 +13,7 @@ import pytest
 from torch import distributed
 
 from megatron_eopt.tools.explain import explain
-from tests.functional.formats import FORMATS, parameters
+from tests.functional.formats import FORMATS
 from tests.functional.script import TINY, _run_once, losses, train
 from tests.harness import RankError, run_ranks
 
@@ -60,7 +60,8 @@ def resumed(folder: Path, flags: list[str], ranks: int = 2) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("form", parameters("torch_dist"))
+@pytest.mark.long
+@pytest.mark.parametrize("form", FORMATS)
 def test_the_old_content_is_loaded(tmp_path, form):
     folder, whole, flags = tmp_path / "run", tmp_path / "whole", FORMATS[form]
     train(*SAVE, *flags, "--save", str(folder), timeout=300)

@@ -38,6 +38,7 @@ def counted() -> dict[str, int]:
     return {name: elements(recipe(name).architecture()) for name in NAMES}
 
 
+@pytest.mark.long
 def test_sizes_are_the_published_ones():
     (found,) = run_ranks(1, counted, cpu=False)
     assert found == {name: pytest.approx(recipe(name).parameters, rel=0.02) for name in NAMES}
@@ -97,6 +98,7 @@ def test_small_models_train(name):
     assert found[-1] < (0.9 if "adam" in flags else 0.6) * found[0]
 
 
+@pytest.mark.long
 def test_qk_clip_of_the_recipe_acts(tmp_path):
     flags = "--log-max-attention-logit --qk-clip-threshold {0} --tensorboard-dir {1}/{0}"
     for threshold in (100, 0.01):

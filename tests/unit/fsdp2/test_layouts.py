@@ -50,7 +50,7 @@ CELLS = {
         "optim_grads_params x 2": ["bf16 momentum", "soap"],
     },
 }
-USUAL = ("torch, 4", "megatron, 2", "megatron's replicas, 4")
+USUAL = ("torch, 4", "megatron's replicas, 4")
 """Each framework once, and what it replicates; the others belong to the long tier."""
 
 

@@ -69,6 +69,7 @@ def test_two_ranks_train_as_one_does(optimizer, config, storage):
     check(optimizer, config, storage=storage)
 
 
+@pytest.mark.long
 def test_a_package_needs_nothing_but_the_conformance_test():
     conformance.check("adam", storage=in_rows)
 
