@@ -470,9 +470,7 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _plain_run = Redistribution.run
 
 
-def _poisoned_run(
-    self: Redistribution, load: Any, compute: Any, store: Any, side: Any = None
-) -> None:
+def _poisoned_run(self: Redistribution, load: Any, compute: Any, store: Any, *rest: Any) -> None:
     def store_and_poison(results: Mapping[str, Tensor]) -> None:
         with _NoCollectives():  # type: ignore[no-untyped-call]
             store(results)
@@ -481,7 +479,7 @@ def _poisoned_run(
             if place is not None and address_of(place) == address_of(result):
                 _poison([result])
 
-    _plain_run(self, load, compute, store_and_poison, side)
+    _plain_run(self, load, compute, store_and_poison, *rest)
     _poison(self.buffers.values())
 
 

@@ -65,9 +65,8 @@ class DTensorOptimizer(CompositeOptimizer):
     collects_stats = False  # whether to measure the next steps; the same on all ranks
     steps = 0  # number of steps done
     _observer: StepObserver | None = None
-    spot_checks: SpotChecks | None = (
-        None  # see Note [Spot checks]; those of a chain are the chain's
-    )
+    # see Note [Spot checks]; those of a chain are the chain's
+    spot_checks: SpotChecks | None = None
     frozen: Frozen | None = None  # notices what is unfrozen later, in your own loop
 
     def __init__(

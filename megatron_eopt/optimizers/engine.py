@@ -41,11 +41,10 @@ class EngineConfig:
     # dtype of stacks and of communication, to which directions are rounded at every layout
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"  # device of the tensors
-    max_ranks_per_matrix: int = (
-        1  # most ranks that share a matrix in exchange mode; 1 to share none
-    )
+    # most ranks that share a matrix in exchange mode; 1 to share none
+    max_ranks_per_matrix: int = 1
     windows: tuple[int, ...] = ()  # index of the engine that computes each shard; () for one
-    grows: bool = False  # whether waves may exceed ``wave_mb`` where nothing is sent
+    grows: bool = False  # whether waves may exceed that where nothing is sent
 
     @property
     def wave_bytes(self) -> int:

@@ -59,14 +59,13 @@ class MuonRule(UpdateRule):
     """Drives Muon; see Note [Phases of a step] of engine.py and Note [Lifetimes] of update_rule.py.
 
     One group of ranks stores all shards. ``optimizer`` is a TensorParallelMuon, whose settings are
-    read at each use. Matrices are computed in ``means.dtype``.
+    read at each use. Matrices are computed in ``engine_config.dtype``.
     """
 
     reports_updates = True
     folds_clipping = True
-    sums_per_matrix = (
-        0  # how many :meth:`partial_sums` returns; then weights change after all waves
-    )
+    # how many sums :meth:`partial_sums` returns; if any, weights change after all waves
+    sums_per_matrix = 0
 
     def __init__(
         self, optimizer: Any, shards: Sequence[Shard], engine_config: EngineConfig
@@ -258,6 +257,7 @@ class MuonRule(UpdateRule):
         side = self._side if self.host is None else None
         run = functools.partial(self.engine.run, side=side)
         self._run_waves(run, load, store, params, state)
+        self._squares.clear()  # left of matrices that the engine skipped
         if self._totals is not None:
             totals = self._totals.totals(range(len(self.shards)), mine, self.sums_per_matrix)
             self._apply_held({stepped[n].param: stepped[n] for n in held}, held, totals, state)
