@@ -42,11 +42,11 @@ from megatron_eopt.layouts import Redistribution
 from megatron_eopt.matrices import Field, Section, Split, gated
 from megatron_eopt.optimizers import update_rule, whole_matrix_rule
 from megatron_eopt.optimizers.host_memory import HostMemory
-from megatron_eopt.storage.dtensors import local_of
+from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.wrappers.builders import BUILDERS, OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
-from megatron_eopt.wrappers.sharded import build_sharded
+from megatron_eopt.wrappers.parts import build_sharded
 
 __all__ = ["ConformanceError", "check", "in_rows", "in_zero1", "part_of"]
 

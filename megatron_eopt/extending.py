@@ -7,8 +7,8 @@ from megatron_eopt.optimizers.update_rule import UpdateRule
 from megatron_eopt.storage.interface import MainShard, Storage
 from megatron_eopt.wrappers.builders import OptimizerBuildContext, register_storage
 from megatron_eopt.wrappers.layer_wise import LayerWiseDistributedOptimizer
+from megatron_eopt.wrappers.parts import build_sharded
 from megatron_eopt.wrappers.replicated import build_replicated
-from megatron_eopt.wrappers.sharded import build_sharded
 
 __all__ = [
     "EmergingOptimizerEntry",

@@ -28,10 +28,12 @@ AREAS = {
     "Megatron's trainer": ("megatron_lm/",),
     "torch FSDP2 and Megatron-FSDP": (
         *("wrappers/dtensors.py", "wrappers/fsdp2.py", "wrappers/megatron_fsdp.py"),
-        *("layouts/dtensor.py", "storage/dtensors.py"),
+        "layouts/dtensor.py",
     ),
     "Parameters, overrides and splits": ("routing/", "matrices/"),
-    "Building and stepping the optimizer": ("wrappers/", "optimizers/", "storage/", "layouts/"),
+    "Building and stepping the optimizer": (
+        *("wrappers/", "optimizers/", "storage/", "layouts/", "base/place.py"),
+    ),
     "Orthogonalization and its kernels": ("math/",),
     "QK-clip": ("qk_clip/",),
     "Checkpoints": ("checkpoint/", "checkpoints.py", "tools/explain.py"),

@@ -2,10 +2,9 @@
 
     python -m scripts.reference_pages [--check]
 
-flags.md comes from the parser and the configuration, support.md from support.yaml, benchmarks.md
-from docs/benchmarks/*.json. The scripts for errors.md, routing.md and recipes.md run in processes
-of their own. With ``--check`` nothing is written, and the exit code is 1 if a page is not what its
-source says.
+flags.md comes from the parser and the configuration, support.md from support.yaml. The scripts for
+errors.md, routing.md, recipes.md and benchmarks.md run in processes of their own. With ``--check``
+nothing is written, and the exit code is 1 if a page is not what its source says.
 """
 
 import subprocess
@@ -18,20 +17,24 @@ from megatron_eopt import cpu
 if __name__ == "__main__":
     cpu.enable_if_chosen()
 
-from scripts import benchmark_page, flags_page, support_page
+from scripts import flags_page, support_page
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 PAGES: dict[str, Callable[[], str]] = {
     "flags.md": flags_page.page,
     "support.md": support_page.page,
-    "benchmarks.md": benchmark_page.page,
 }
-SCRIPTS = ("error_table", "routing_tables", "recipe_pages")
+SCRIPTS = (
+    "scripts.error_table",
+    "scripts.routing_tables",
+    "scripts.recipe_pages",
+    "benchmarks.page",
+)
 
 
 def main() -> int:
     options = sys.argv[1:]
-    commands = [[sys.executable, "-m", f"scripts.{name}", *options] for name in SCRIPTS]
+    commands = [[sys.executable, "-m", name, *options] for name in SCRIPTS]
     running = [subprocess.Popen(command) for command in commands]
     changed = [name for name, page in PAGES.items() if (FOLDER / name).read_text() != page()]
     for name in changed:

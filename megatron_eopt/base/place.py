@@ -76,3 +76,11 @@ def whole_shape(param: Tensor) -> tuple[int, ...]:
     size, padding = row_cut(param)
     rows, *others = param.shape or (1,)
     return (rows * size - padding, *others) if size > 1 else tuple(param.shape)
+
+
+def refuse_part(param: Tensor, name: str) -> None:
+    """Raise a ConfigurationError for a part of a parameter, where whole ones are expected."""
+    if is_part(param):
+        rule = "is only a part of the parameter, which no registered storage takes"
+        hint = "Register a storage that calls megatron_eopt.extending.build_sharded"
+        raise ConfigurationError(f"{name}.{PLACE_ATTRIBUTE}", place_of(param), rule, hint)

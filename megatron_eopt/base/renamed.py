@@ -67,6 +67,26 @@ def new_names(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def takes_old_arguments[F: Callable[..., Any]](**names: str) -> Callable[[F], F]:
+    """Return the decorator of a function that takes keyword arguments by their old ``names``, too.
+
+    Its signature has the new ones only.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old, new in names.items():
+                if old in kwargs:
+                    _tell(old, new)
+                    kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
 def alias(old: str) -> property:
     """Return the property by which a configuration has a setting under its old name, too."""
     return property(

@@ -19,7 +19,7 @@ from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.optimizers.nested_state import leaves
 from megatron_eopt.optimizers.saved_groups import children_of, inner_of
 from megatron_eopt.optimizers.state_dicts import StateDictMatch, Target, named
-from megatron_eopt.storage.dtensors import local_of
+from megatron_eopt.storage.local_tensors import local_of
 
 MAINS = "fp32_from_fp16_params"
 """Key of the main weights in the state of megatron-core's wrapper for 16-bit parameters."""

@@ -20,7 +20,6 @@ from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import MAXIMA, Note, Policy, Reader, missing_state
 from megatron_eopt.optimizers.saved_groups import Groups, SavedGroups, optimizer_of
 from megatron_eopt.optimizers.update_rule import OF_GROUPS, UpdateRule, set_step
-from megatron_eopt.storage.zero1 import Zero1Optimizer
 
 
 class StateRequests:
@@ -249,7 +248,7 @@ def bucket_spaces(links: Sequence[ChainLink]) -> dict[int, saved_state.BucketSpa
     """Return the bucket spaces of a chain's optimizers with ZeRO-1 fragments, by their index."""
     spaces = {}
     for number, link in enumerate(links):
-        if isinstance(link.storage, Zero1Optimizer) and not link.storage.is_stub_optimizer:
+        if link.storage.in_buffers and not link.storage.is_stub_optimizer:
             chained = f"chained_{number}."
             likely = (chained, "") if len(links) > 1 else ("", chained)
             spaces[number] = saved_state.BucketSpace(

@@ -29,8 +29,8 @@ from megatron_eopt.checkpoint.parameter_space import ParameterSpace
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import Reader
 from megatron_eopt.optimizers.update_rule import UnshardedState, UpdateRule
-from megatron_eopt.storage.dtensors import local_of
 from megatron_eopt.storage.interface import MainShard
+from megatron_eopt.storage.local_tensors import local_of
 
 
 class BucketSpace:

@@ -35,7 +35,7 @@ from megatron_eopt.optimizers.update_rule import (
 from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
 from megatron_eopt.optimizers.whole_matrix_state import WholeMatrixState
 from megatron_eopt.routing.frozen import Frozen
-from megatron_eopt.storage.dtensors import is_uneven, local_of, shard_like
+from megatron_eopt.storage.local_tensors import is_uneven, local_of, shard_like
 
 
 class StepObserver(Protocol):

@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.base.agreement import raise_together_in
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number, naming
 from megatron_eopt.base.names import DEFAULT_MATRIX_BUFFER_MB, SMALLEST_MATRIX_BUFFER_MB, TpModeT
+from megatron_eopt.base.renamed import takes_old_arguments
 from megatron_eopt.math.algorithm import AlgorithmT
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES, MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
@@ -23,8 +24,8 @@ from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
 from megatron_eopt.optimizers.muon_rule import WEIGHT_DECAY_METHODS, MuonRule, WeightDecayT
 from megatron_eopt.optimizers.update_rule import loss_of
 from megatron_eopt.optimizers.windows import WindowedMuonRule
-from megatron_eopt.storage.replicated import SlabRanks, row_group, slab, tensor_parallel_cut
 from megatron_eopt.storage.shard import Shard, group_by_ranks
+from megatron_eopt.storage.slabs import SlabRanks, partition_dim_and_group, row_group, slab
 
 _ARGUMENTS = {
     "coefficients": "coefficient_type",
@@ -97,6 +98,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     _alone: dict[Tensor, MatrixEngine]
     _model_of: Mapping[Tensor, Tensor] = {}  # the model's parameter of each main copy
 
+    @takes_old_arguments(wave_mb="matrix_buffer_mb")
     def __init__(
         self,
         params: ParamsT,
@@ -349,7 +351,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def shard(self, name: str, param: Tensor) -> Shard:
         """Return this rank's shard of a parameter, with its logical matrices."""
         model = self._model_of.get(param, param)
-        cut = tensor_parallel_cut(model, self.pg_collection, self.tp_mode)
+        cut = partition_dim_and_group(model, self.pg_collection, self.tp_mode)
         rows = row_group(model, self.pg_collection, self.tp_mode)
         split_of = functools.partial(self.split_of, name=name)
         return slab(name, model, split_of, cut, rows, self._slab_ranks)

@@ -333,8 +333,8 @@ def _fixed(argument: str, value: str) -> ConfigurationError:
     return ConfigurationError(argument, value, rule, "Build the optimizer again")
 
 
-def refuse_state(*_: Any) -> None:
-    """Raise a ConfigurationError in place of ``state_dict`` of a wrapped optimizer."""
+def refuse_state(*_: Any) -> NoReturn:
+    """Raise a ConfigurationError; torch calls it before a wrapped optimizer's ``state_dict``."""
     rule = "has no state of its own, because the wrapping optimizer shards it over ranks"
     hint = "Use sharded_state_dict or save_state_dict_to_file of the wrapping optimizer"
     raise ConfigurationError("state_dict", "a wrapped optimizer", rule, hint)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.qk_clip.attention import attentions, projections
-from megatron_eopt.storage.buffers import process_groups
+from megatron_eopt.storage.process_groups import process_groups
 
 _CHAINS: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()
 

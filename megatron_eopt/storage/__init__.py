@@ -1,6 +1,6 @@
-"""Ways to store weights and optimizer state: which shards a rank has, gradients in, weights out.
+"""What a rank stores of each parameter: what storages and update rules agree on.
 
-A data-parallel rank stores whole weights (``replicated``), ZeRO-1 fragments of Megatron's buffers
-(``zero1``, also if DDP all-reduces gradients), DTensors (``dtensors``), or plain tensors that are
-parts of parameters (``placed``), for storages that other packages add.
+A storage says it in shards (:mod:`~megatron_eopt.storage.shard`) and has the methods of
+:class:`~megatron_eopt.storage.interface.Storage`. The storages themselves stand in
+:mod:`megatron_eopt.wrappers`: ``replicated``, ``zero1``, ``dtensors``, ``parts``.
 """

@@ -39,6 +39,9 @@ class Storage:
     loaded_groups: Sequence[Mapping[str, Any]] = ()
     """Parameter groups of the last checkpoint that was loaded."""
 
+    in_buffers = False
+    """Whether weights and state are fragments of Megatron's flat buffers."""
+
     is_stub_optimizer: bool
     """Whether it has no parameters."""
 

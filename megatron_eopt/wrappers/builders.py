@@ -11,7 +11,7 @@ from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.config.checks import refuse_for_qk_clip
 from megatron_eopt.config.settings import Settings
 from megatron_eopt.routing.model import Routing
-from megatron_eopt.storage.buffers import process_groups
+from megatron_eopt.storage.process_groups import process_groups
 from megatron_eopt.wrappers.chain import OptimizerChain
 
 OF_DDP = "DistributedDataParallelConfig."

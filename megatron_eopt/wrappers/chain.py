@@ -40,11 +40,11 @@ from megatron_eopt.qk_clip import remember
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.storage.interface import finish_gathers, gather_buckets, named_gradients
-from megatron_eopt.storage.zero1 import BUFFER_PARAMS, Zero1Optimizer
 from megatron_eopt.wrappers.gradients import GradNorm, clipped, folds_clipping, non_finite, unscale_
 from megatron_eopt.wrappers.memory import Memory, memory_of
 from megatron_eopt.wrappers.overlap import Overlap
 from megatron_eopt.wrappers.stats import Stats
+from megatron_eopt.wrappers.zero1.optimizer import BUFFER_PARAMS
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class OptimizerChain(ChainedOptimizer):
         self.collects_stats = settings.config.log_optimizer_stats
         self._stats = Stats(self.links)
         self.skipped_steps = 0
-        self.is_sharded = any(isinstance(item, Zero1Optimizer) for item in storages)
+        self.is_sharded = any(item.in_buffers for item in storages)
         self.number, self.superseded = -1, False  # see megatron_eopt.wrappers.factory
         # whether the host reads norms one step later; see Note [No waits]
         self.reads_norms_late = gpu.runs_kernels(torch.empty(0, device="cuda"))
@@ -460,7 +460,7 @@ class OptimizerChain(ChainedOptimizer):
     def _is_unmixed(self) -> bool:
         """Whether state can be saved by bucket, as megatron-core's distributed optimizer does."""
         return all(
-            isinstance(item, Zero1Optimizer) and not isinstance(item.optimizer, CompositeOptimizer)
+            item.in_buffers and not isinstance(item.optimizer, CompositeOptimizer)
             for item in self.chained_optimizers
         )
 

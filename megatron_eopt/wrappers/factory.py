@@ -17,6 +17,7 @@ from megatron_eopt import qk_clip
 from megatron_eopt.base.agreement import any_rank, gather_unique, raise_together
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
+from megatron_eopt.base.place import refuse_part
 from megatron_eopt.base.upstream import find_upstream, require_upstream
 from megatron_eopt.config.arguments import arguments_of
 from megatron_eopt.config.checks import check_alike, refuse_for_matrices
@@ -28,8 +29,6 @@ from megatron_eopt.routing.global_names import name_parameters, names_in
 from megatron_eopt.routing.groups import Group
 from megatron_eopt.routing.model import Routing, log_routing, route_model
 from megatron_eopt.routing.parameters import check_dtypes
-from megatron_eopt.storage.buffers import buffer_sets, check_model_chunks, has_frozen
-from megatron_eopt.storage.placed import refuse_part
 from megatron_eopt.wrappers import dtensors, megatron_fsdp
 from megatron_eopt.wrappers.builders import (
     BUILDERS,
@@ -44,7 +43,8 @@ from megatron_eopt.wrappers.gradients import make_scaler
 from megatron_eopt.wrappers.layer_wise import LayerWiseDistributedOptimizer
 from megatron_eopt.wrappers.replicated import build_replicated
 from megatron_eopt.wrappers.specs import OptimizerSpec, optimizer_specs
-from megatron_eopt.wrappers.zero1 import Sharding, unmixed_links
+from megatron_eopt.wrappers.zero1.buffers import buffer_sets, check_model_chunks, has_frozen
+from megatron_eopt.wrappers.zero1.links import Sharding, unmixed_links
 
 logger = logging.getLogger(__name__)
 

@@ -43,9 +43,9 @@ from megatron_eopt.routing.parameters import (
     tables,
     trainable_parameters,
 )
-from megatron_eopt.storage.dtensors import check_parameters, local_of
+from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.wrappers import megatron_fsdp
-from megatron_eopt.wrappers.dtensors import build_routed, resolve_for_dtensors
+from megatron_eopt.wrappers.dtensors import build_routed, check_parameters, resolve_for_dtensors
 from megatron_eopt.wrappers.factory import log_differences
 from megatron_eopt.wrappers.stats import stats_of
 

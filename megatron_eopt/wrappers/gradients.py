@@ -22,8 +22,8 @@ from megatron_eopt.base.gpu import HostCopy
 from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.config.settings import LossScale
 from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.storage.dtensors import local_of
 from megatron_eopt.storage.interface import named_gradients
+from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.storage.shard import global_name
 
 _MARGIN = 1e-6

@@ -15,13 +15,14 @@ from megatron_eopt.config.checks import check_alike
 from megatron_eopt.config.settings import RunSettings, resolve_run
 from megatron_eopt.optimizers.update_rule import refuse_group, refuse_state
 from megatron_eopt.routing.global_names import name_parameters, names_in
-from megatron_eopt.storage.all_reduced import AllReducedChunk
-from megatron_eopt.storage.buffers import buffer_sets, check_model_chunks, process_groups
+from megatron_eopt.storage.process_groups import process_groups
 from megatron_eopt.wrappers.builders import check_chunks
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.gradients import make_scaler
 from megatron_eopt.wrappers.specs import OptimizerSpec
-from megatron_eopt.wrappers.zero1 import Sharding, zero1_links
+from megatron_eopt.wrappers.zero1.all_reduced import AllReducedChunk
+from megatron_eopt.wrappers.zero1.buffers import buffer_sets, check_model_chunks
+from megatron_eopt.wrappers.zero1.links import Sharding, zero1_links
 
 
 class LayerWiseDistributedOptimizer(OptimizerChain):
@@ -80,9 +81,10 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
         sharding = Sharding(settings, chunks, sets, names_in(chunks), scaler, {})
         self._build(specs, sharding, pg_collection)
         for optimizer in optimizers:
+            # torch has hooks for state, but none for groups
             optimizer.add_param_group = refuse_group  # type: ignore[method-assign]
-            optimizer.state_dict = refuse_state  # type: ignore[assignment]
-            optimizer.load_state_dict = refuse_state  # type: ignore[assignment]
+            optimizer.register_state_dict_pre_hook(refuse_state)
+            optimizer.register_load_state_dict_pre_hook(refuse_state)
 
     @classmethod
     def of_specs(

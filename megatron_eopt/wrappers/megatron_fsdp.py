@@ -20,12 +20,12 @@ from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.base.upstream import find_upstream, require_upstream
 from megatron_eopt.checkpoint import fsdp_dtensor, optimizer_state
 from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
-from megatron_eopt.storage.dtensors import LocalShards, local_of, shard_like
 from megatron_eopt.storage.interface import MainShard
-from megatron_eopt.storage.replicated import Replicated
+from megatron_eopt.storage.local_tensors import local_of, shard_like
 from megatron_eopt.wrappers.builders import OF_DDP, OptimizerBuildContext, is_megatron_fsdp
 from megatron_eopt.wrappers.chain import OptimizerChain
-from megatron_eopt.wrappers.dtensors import build_routed, chain_over, state_exists
+from megatron_eopt.wrappers.dtensors import LocalShards, build_routed, chain_over, state_exists
+from megatron_eopt.wrappers.replicated import Replicated
 
 _OF_USERS = "eopt_"
 """Prefix of the attributes that users set on parameters."""

@@ -19,29 +19,14 @@ from megatron_eopt.base import gpu
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.windows import WindowedMuonRule
 from megatron_eopt.storage.interface import MainShard, finish_gathers
-from megatron_eopt.storage.zero1 import Zero1Optimizer
+from megatron_eopt.wrappers.zero1.buffers import bucket_groups
+from megatron_eopt.wrappers.zero1.optimizer import Zero1Optimizer
 
 _MARGIN = 0.9
 """Look ahead only if the last norm was below this share of the limit, so that clipping is rare."""
 
 _CHANGED_LATER = ("sequence_parallel", "average_gradients_across_tp_domain", "pipeline_parallel")
 """Attributes of parameters whose gradients megatron-core sums again after the bucket reduction."""
-
-
-def bucket_groups(model_chunks: Sequence[Any]) -> list[Any]:
-    """Return all bucket groups, in the order in which a forward pass needs them."""
-    return [
-        group
-        for chunk in model_chunks
-        for group in (*chunk.bucket_groups[::-1], *chunk.expert_parallel_bucket_groups[::-1])
-    ]
-
-
-def windows_of(params: Sequence[Tensor], model_chunks: Sequence[Any]) -> tuple[int, ...]:
-    """Return each parameter's window: its bucket group's index among those with parameters."""
-    groups = bucket_groups(model_chunks)
-    places = [next(n for n, group in enumerate(groups) if p in group.params) for p in params]
-    return tuple(sorted(set(places)).index(place) for place in places)
 
 
 @dataclass(eq=False)

@@ -1,17 +1,20 @@
-"""Build the chain in which every data-parallel rank steps whole parameters or tensor shards."""
+"""Every data-parallel rank stores and steps whole parameters, or whole tensor-parallel shards."""
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.utils import get_pg_size
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import MAIN_OF_REPLICATED
+from megatron_eopt.base.place import refuse_part
 from megatron_eopt.config.fields import constructor_arguments
 from megatron_eopt.config.registry import entry_of
 from megatron_eopt.config.settings import Settings
@@ -21,9 +24,8 @@ from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.update_rule import UpdateRule, refuse_group
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.parameters import check_dtypes
-from megatron_eopt.storage import replicated
-from megatron_eopt.storage.interface import Storage
-from megatron_eopt.storage.placed import refuse_part
+from megatron_eopt.storage.interface import MainShard, Storage
+from megatron_eopt.storage.slabs import SlabRanks, partition_dim_and_group, row_group
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.gradients import make_scaler
@@ -33,13 +35,82 @@ _SAMPLED = 64
 """About so many elements of a weight are compared between ranks."""
 
 
+class Replicated(Storage):
+    """What wrappers of whole parameters have in common; a mixin for megatron-core's."""
+
+    def tensors_of(self, item: MainShard) -> dict[str, Any]:
+        """Return main weights, unless they are the model's, and state, by kind."""
+        main = {} if item.main is item.param else {MAIN_OF_REPLICATED: item.main.detach()}
+        return {**main, **self.optimizer.state[item.main]}
+
+    def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
+        """Return what checkpoints store once for all ranks."""
+        groups = [
+            {k: v for k, v in group.items() if k != "params" and (k, v) != ("optimizer", main)}
+            for group in self.optimizer.param_groups
+        ]
+        done = max(steps, default=-1)
+        counted = {"state": {"common_step": torch.tensor(float(done))}} if done >= 0 else {}
+        return {"param_groups": groups, **counted}
+
+    def main_shards(self) -> Iterator[MainShard]:
+        """Yield the parameters with the tensors that are stepped, in the order of the groups."""
+        if not self.is_stub_optimizer:
+            model_of = self._model_of()
+            for group in self.optimizer.param_groups:
+                for main in group["params"]:
+                    yield MainShard(model_of.get(main, main), main, 0, main.numel())
+
+    def _model_of(self) -> dict[Tensor, Tensor]:
+        """Return the parameter of each main weight."""
+        return {}
+
+
+class MainParamsOptimizer(Replicated, Float16OptimizerWithFloat16Params):
+    """For bf16 and fp16: steps float32 copies of the parameters."""
+
+    def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
+        """Return the same in the format of megatron-core's wrapper, with the loss scale."""
+        scale = {"grad_scaler": self.grad_scaler.state_dict()} if self.grad_scaler else {}
+        return {"optimizer": super().common_state(steps, main), **scale}
+
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Return all main weights with their parameters."""
+        return [(main, model.detach()) for main, model in self._model_of().items()]
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        """Hand gradients to the stepped tensors; a model without DDP has only torch's own."""
+        for item in self.main_shards():
+            grad = getattr(item.param, "main_grad", item.param.grad)
+            if item.main is item.param:
+                item.main.grad = grad
+            else:
+                item.main.grad = None if grad is None else grad.float()
+                item.param.grad = None
+
+    def _copy_main_params_to_model_params(self) -> None:
+        self.copy_mains()
+
+    def _model_of(self) -> dict[Tensor, Tensor]:
+        groups = zip(self.fp32_from_float16_groups, self.float16_groups, strict=True)
+        return {main: model for pair in groups for main, model in zip(*pair, strict=True)}
+
+
+class Float32Optimizer(Replicated, FP32Optimizer):
+    """For float32: steps the parameters themselves."""
+
+    def collect_gradients(self) -> None:
+        """Hand DDP's gradients to the parameters."""
+        self.prepare_grads()
+
+
 def build_replicated(
     context: OptimizerBuildContext, storage_of: Callable[..., Storage] | None = None
 ) -> OptimizerChain | None:
     """Return the chain that steps whole parameters, or whole tensor-parallel shards; collective.
 
     All data-parallel ranks must have the same parameters and gradients. For parameters that are cut
-    over them, use :func:`~megatron_eopt.wrappers.sharded.build_sharded`: here, each rank would take
+    over them, use :func:`~megatron_eopt.wrappers.parts.build_sharded`: here, each rank would take
     its part for a matrix, and compute a gradient norm of its own.
 
     Args:
@@ -61,10 +132,10 @@ def build_replicated(
         what = f"Mixed precision ({settings.half})" if settings.half else "Megatron's DDP"
         check_dtypes(context.routing.names, what, double=not settings.half)
         if settings.half:
-            storage_of = functools.partial(replicated.MainParamsOptimizer, grad_scaler=scaler)
+            storage_of = functools.partial(MainParamsOptimizer, grad_scaler=scaler)
         else:
             check_half(context.routing)
-            storage_of = replicated.Float32Optimizer
+            storage_of = Float32Optimizer
     specs = optimizer_specs(settings, context.routing, chunks, context.collection)
     links = [_link(spec, context, storage_of) for spec in specs]
     return OptimizerChain(links, settings, scaler, chunks)
@@ -162,11 +233,11 @@ def _update_rules(
     if spec.layout == "element_wise":
         update_rule = ElementWiseRule(optimizer, init_state_fn, settings.config)
     else:
-        slab_ranks = replicated.SlabRanks()
+        slab_ranks = SlabRanks()
         ranks = [
             slab_ranks.of(
-                replicated.tensor_parallel_cut(param, collection)[1],
-                replicated.row_group(param, collection),
+                partition_dim_and_group(param, collection)[1],
+                row_group(param, collection),
             )[0]
             for param in params
         ]

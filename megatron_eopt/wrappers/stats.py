@@ -24,8 +24,8 @@ from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats, sum_of_squares
 from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule
-from megatron_eopt.storage.dtensors import is_uneven, local_of
 from megatron_eopt.storage.interface import MainShard, Storage
+from megatron_eopt.storage.local_tensors import is_uneven, local_of
 
 _COLUMNS = (
     *("elements", "rates", "squares", "updated", "squares of updates", "samples", "residuals"),

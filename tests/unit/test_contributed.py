@@ -17,8 +17,8 @@ from megatron_eopt.extending import (
     register_storage,
 )
 from megatron_eopt.optimizers.stored_matrices import MatrixSums
-from megatron_eopt.storage.replicated import Float32Optimizer
 from megatron_eopt.wrappers import builders
+from megatron_eopt.wrappers.replicated import Float32Optimizer
 from tests.harness import run_ranks
 
 check = functools.partial(conformance.check, run=run_ranks)

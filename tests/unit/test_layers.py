@@ -174,6 +174,14 @@ def test_only_settings_read_a_raw_configuration(place):
     assert not list(raw_reads(SOURCES[place]))
 
 
+def test_the_package_knows_no_script_and_no_benchmark():
+    """Scripts know nothing of benchmarks either, which may use them."""
+    above = {place: {"benchmarks", "scripts"} for place in SOURCES.values()}
+    above |= {ast.parse(p.read_text()): {"benchmarks"} for p in (ROOT / "scripts").rglob("*.py")}
+    for tree, folders in above.items():
+        assert not {name for name in modules(tree) if name.split(".")[0] in folders}
+
+
 def test_raw_reads_are_seen():
     read = ("self.config.lr", "getattr(config, 'bf16')", "config.optimizer = 1", "vars(config)")
     for text in read:

@@ -57,6 +57,9 @@ _PHASES = {
     "megatron_eopt.optimizers": "update",
     "torch.optim": "update",
     "megatron_eopt.storage": "copies to the model",
+    "megatron_eopt.wrappers.zero1.optimizer": "copies to the model",
+    "megatron_eopt.wrappers.replicated": "copies to the model",
+    "megatron_eopt.wrappers.dtensors": "copies to the model",
 }
 """Phase by the prefix of a function's full name; the innermost matching function decides."""
 

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.optimizers.update_rule import CompositeOptimizer
-from megatron_eopt.storage.dtensors import local_of
+from megatron_eopt.storage.local_tensors import local_of
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import (
     MATRICES,

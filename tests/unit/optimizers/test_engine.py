@@ -10,8 +10,8 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math import orthogonalize
 from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
-from megatron_eopt.storage.replicated import row_group, tensor_parallel_cut
 from megatron_eopt.storage.shard import Fragment
+from megatron_eopt.storage.slabs import partition_dim_and_group, row_group
 from tests.harness import run_ranks
 from tests.harness.shards import StoredParameter
 
@@ -78,8 +78,8 @@ def cuts():
     """Return the cut of each parameter, which nobody has without a group."""
     cut = parameter(partition_dim=0, tensor_model_parallel=True)
     with pytest.raises(ConfigurationError, match="pg_collection"):
-        tensor_parallel_cut(cut, None, "auto")
-    assert tensor_parallel_cut(cut, None, "blockwise") == (-1, None)
+        partition_dim_and_group(cut, None, "auto")
+    assert partition_dim_and_group(cut, None, "blockwise") == (-1, None)
     groups = [dist.new_group([0]), dist.new_group([1])]
     alone = groups[dist.get_rank()]
     both = dist.group.WORLD
@@ -93,7 +93,7 @@ def cuts():
         "rematerialized over one rank": parameter(partition_dim=0, is_gtp_weight_remat=True),
         "rematerialized expert": parameter(is_gtp_weight_remat=True, allreduce=False),
     }.items():
-        dim, group = tensor_parallel_cut(param, collection, "auto")
+        dim, group = partition_dim_and_group(param, collection, "auto")
         result[name] = (dim, group is both, row_group(param, collection, "auto") is both)
     with pytest.raises(ConfigurationError, match="gtp_remat"):
         row_group(parameter(is_gtp_weight_remat=True), None, "auto")

@@ -94,9 +94,9 @@ def test_where_ranks_outnumber_matrices_teams_have_less_to_do(name, layout, reco
     record_property("counted FLOPs", f"{counted:.2f} times less")
     predicted = whole["seconds"]["step"] / teams["seconds"]["step"]
     record_property("predicted step", f"{predicted:.2f} times faster")
-    # a team computes small matrices whole, by rows
+    # a team computes small matrices whole, by rows, and only one rank halves symmetric products
     assert counted >= 1.5
-    assert predicted > 1.2
+    assert predicted > 1.1
 
 
 def test_waves_hide_what_travels_behind_work():

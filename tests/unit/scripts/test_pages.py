@@ -6,12 +6,17 @@ import sys
 import pytest
 import torch.distributed as dist
 
+from benchmarks import page as benchmarks_page
 from scripts import error_table, recipe_pages, reference_pages
 from tests.harness import run_ranks
 
 
 def test_errors():
     assert error_table.PAGE.read_text() == error_table.page()
+
+
+def test_benchmarks():
+    assert benchmarks_page.TARGET.read_text() == benchmarks_page.page()
 
 
 @pytest.mark.tested_release

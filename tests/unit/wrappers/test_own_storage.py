@@ -13,8 +13,8 @@ from megatron_eopt.extending import (
     build_replicated,
     register_storage,
 )
-from megatron_eopt.storage.replicated import Float32Optimizer
 from megatron_eopt.wrappers import builders
+from megatron_eopt.wrappers.replicated import Float32Optimizer
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.storage import runs

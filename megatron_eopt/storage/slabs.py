@@ -1,27 +1,24 @@
-"""Storage of whole parameters, or whole tensor-parallel shards, on every data-parallel rank."""
+"""Slabs: the parts of a parameter that tensor parallelism and rematerialization cut from it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor
 
 from megatron_eopt.base.agreement import gather_objects, group_of_members
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import MAIN_OF_REPLICATED, TpModeT
+from megatron_eopt.base.names import TpModeT
 from megatron_eopt.base.place import whole_shape
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
-from megatron_eopt.storage.interface import MainShard, Storage
 from megatron_eopt.storage.shard import Fragment, Ranks, Shard, fragment_layouts, global_name
 
 type SplitOf = Callable[[Tensor, tuple[int, ...]], Split]
 """Returns the logical matrices of a parameter, given its unsharded shape."""
 
 
-def tensor_parallel_cut(
+def partition_dim_and_group(
     param: Tensor, pg_collection: Any, mode: TpModeT = "blockwise"
 ) -> tuple[int, dist.ProcessGroup | None]:
     """Return the dimension in which tensor parallelism cuts a parameter, and the group.
@@ -114,7 +111,7 @@ def slab(
     rows: dist.ProcessGroup | None = None,
     slab_ranks: SlabRanks | None = None,
 ) -> Shard:
-    """Return the shard of a local parameter, cut as :func:`tensor_parallel_cut` returned.
+    """Return the shard of a local parameter, cut as :func:`partition_dim_and_group` returned.
 
     ``rows`` is its :func:`row_group`; ``slab_ranks`` keeps groups for several parameters.
     """
@@ -141,72 +138,3 @@ def slab(
         global_name=global_name(param, name),
         padding=held - (mine.stop - mine.start),
     )
-
-
-class Replicated(Storage):
-    """What wrappers of whole parameters have in common; a mixin for megatron-core's."""
-
-    def tensors_of(self, item: MainShard) -> dict[str, Any]:
-        """Return main weights, unless they are the model's, and state, by kind."""
-        main = {} if item.main is item.param else {MAIN_OF_REPLICATED: item.main.detach()}
-        return {**main, **self.optimizer.state[item.main]}
-
-    def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
-        """Return what checkpoints store once for all ranks."""
-        groups = [
-            {k: v for k, v in group.items() if k != "params" and (k, v) != ("optimizer", main)}
-            for group in self.optimizer.param_groups
-        ]
-        done = max(steps, default=-1)
-        counted = {"state": {"common_step": torch.tensor(float(done))}} if done >= 0 else {}
-        return {"param_groups": groups, **counted}
-
-    def main_shards(self) -> Iterator[MainShard]:
-        """Yield the parameters with the tensors that are stepped, in the order of the groups."""
-        if not self.is_stub_optimizer:
-            model_of = self._model_of()
-            for group in self.optimizer.param_groups:
-                for main in group["params"]:
-                    yield MainShard(model_of.get(main, main), main, 0, main.numel())
-
-    def _model_of(self) -> dict[Tensor, Tensor]:
-        """Return the parameter of each main weight."""
-        return {}
-
-
-class MainParamsOptimizer(Replicated, Float16OptimizerWithFloat16Params):
-    """For bf16 and fp16: steps float32 copies of the parameters."""
-
-    def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
-        """Return the same in the format of megatron-core's wrapper, with the loss scale."""
-        scale = {"grad_scaler": self.grad_scaler.state_dict()} if self.grad_scaler else {}
-        return {"optimizer": super().common_state(steps, main), **scale}
-
-    def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Return all main weights with their parameters."""
-        return [(main, model.detach()) for main, model in self._model_of().items()]
-
-    def _copy_model_grads_to_main_grads(self) -> None:
-        """Hand gradients to the stepped tensors; a model without DDP has only torch's own."""
-        for item in self.main_shards():
-            grad = getattr(item.param, "main_grad", item.param.grad)
-            if item.main is item.param:
-                item.main.grad = grad
-            else:
-                item.main.grad = None if grad is None else grad.float()
-                item.param.grad = None
-
-    def _copy_main_params_to_model_params(self) -> None:
-        self.copy_mains()
-
-    def _model_of(self) -> dict[Tensor, Tensor]:
-        groups = zip(self.fp32_from_float16_groups, self.float16_groups, strict=True)
-        return {main: model for pair in groups for main, model in zip(*pair, strict=True)}
-
-
-class Float32Optimizer(Replicated, FP32Optimizer):
-    """For float32: steps the parameters themselves."""
-
-    def collect_gradients(self) -> None:
-        """Hand DDP's gradients to the parameters."""
-        self.prepare_grads()

@@ -17,8 +17,9 @@ from torch import Tensor, distributed
 
 from megatron_eopt.base.agreement import any_rank, group_of_members, group_ranks_in, ranks_of
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
-from megatron_eopt.storage.all_reduced import AllReducedBuffer
+from megatron_eopt.storage.process_groups import process_groups
 from megatron_eopt.storage.shard import Ranks
+from megatron_eopt.wrappers.zero1.all_reduced import AllReducedBuffer
 
 _REUSE = "reuse_grad_buf_for_mxfp8_param_ag"
 
@@ -111,30 +112,6 @@ _KINDS = (
     (False, "buffers", "intra_dp_cp_group", "mp_group"),
     (True, "expert_parallel_buffers", "intra_expt_dp_group", "expt_tp_pp_with_egtp_remat_group"),
 )
-
-
-def process_groups(pg_collection: Any) -> Any:
-    """Return the caller's collection of process groups, or Megatron's.
-
-    A collection may lack the tensor-parallel group if all its groups have the ranks of Megatron's.
-
-    Raises:
-        ConfigurationError: If that group is missing, and another one differs from Megatron's.
-    """
-    if pg_collection is not None and getattr(pg_collection, "tp", None) is not None:
-        return pg_collection
-    collection = ProcessGroupCollection.use_mpu_process_groups()
-    for name, group in vars(pg_collection or collection).items():
-        if _ranks(group) != _ranks(getattr(collection, name, None)):
-            rule = f"is required because {name} differs from Megatron's own group"
-            hint = "Add it, or pass pg_collection=None to use Megatron's own groups"
-            raise ConfigurationError("pg_collection.tp", None, rule, hint)
-    return collection
-
-
-def _ranks(group: Any) -> list[int] | None:
-    is_group = isinstance(group, distributed.ProcessGroup)
-    return distributed.get_process_group_ranks(group) if is_group else None
 
 
 def buffer_sets(
@@ -252,3 +229,19 @@ def _gloo_twin(group: Any, is_expert: bool) -> Any:
         return None
     same = distributed.get_process_group_ranks(twin) == distributed.get_process_group_ranks(group)
     return twin if same else None
+
+
+def bucket_groups(model_chunks: Sequence[Any]) -> list[Any]:
+    """Return all bucket groups, in the order in which a forward pass needs them."""
+    return [
+        group
+        for chunk in model_chunks
+        for group in (*chunk.bucket_groups[::-1], *chunk.expert_parallel_bucket_groups[::-1])
+    ]
+
+
+def windows_of(params: Sequence[Tensor], model_chunks: Sequence[Any]) -> tuple[int, ...]:
+    """Return each parameter's window: its bucket group's index among those with parameters."""
+    groups = bucket_groups(model_chunks)
+    places = [next(n for n, group in enumerate(groups) if p in group.params) for p in params]
+    return tuple(sorted(set(places)).index(place) for place in places)

@@ -1,4 +1,4 @@
-"""Build the optimizers of ZeRO-1 fragments, one link per set of Megatron's buffers."""
+"""Build the optimizers of fragments, one link per set of Megatron's buffers."""
 
 import functools
 from collections import defaultdict
@@ -21,16 +21,17 @@ from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.host_memory import OffloadSettings, on_device
 from megatron_eopt.optimizers.muon import declared_split
 from megatron_eopt.optimizers.update_rule import CompositeOptimizer, ParamGroup, UpdateRule, bind
-from megatron_eopt.storage import zero1
-from megatron_eopt.storage.buffers import (
+from megatron_eopt.storage.interface import Storage
+from megatron_eopt.wrappers.specs import OptimizerSpec, update_rule_over
+from megatron_eopt.wrappers.zero1.buffers import (
     BufferSet,
     check_buffers,
     data_parallel_only,
+    windows_of,
     with_own_group,
 )
-from megatron_eopt.storage.interface import Storage
-from megatron_eopt.wrappers.overlap import windows_of
-from megatron_eopt.wrappers.specs import OptimizerSpec, update_rule_over
+from megatron_eopt.wrappers.zero1.fragments import BufferRange, fragment_of, ranges_in
+from megatron_eopt.wrappers.zero1.optimizer import Zero1Optimizer
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Sharding:
     # logical matrices by parameter, None for a single one; empty if the optimizers know them
     splits: Mapping[Tensor, Split | None]
 
-    def storage(self, optimizer: Any, buffers: BufferSet) -> zero1.Zero1Optimizer:
+    def storage(self, optimizer: Any, buffers: BufferSet) -> Zero1Optimizer:
         """Return Megatron's distributed optimizer over some buffers."""
-        storage = zero1.Zero1Optimizer(
+        storage = Zero1Optimizer(
             optimizer,
             self.settings.config,
             self.scaler,
@@ -118,7 +119,7 @@ def _link(
     live: Sequence[list[ParamGroup]],
 ) -> ChainLink:
     """Return the link of one set of buffers; its groups go to ``live``, by optimizer."""
-    places = zero1.ranges_in(buffers, sharding.names)
+    places = ranges_in(buffers, sharding.names)
     groups: list[ParamGroup] = []
     served: list[tuple[UpdateRule, slice]] = []
     params: dict[UpdateRule, list[Tensor]] = {}
@@ -171,7 +172,7 @@ def _driver(
     sharding: Sharding,
     spec: OptimizerSpec,
     groups: Sequence[ParamGroup],
-    places: Mapping[Tensor, zero1.BufferRange],
+    places: Mapping[Tensor, BufferRange],
     buffers: BufferSet,
 ) -> UpdateRule:
     """Return the update rule of an optimizer's parameters at ``places`` of the buffers."""
@@ -190,7 +191,7 @@ def _driver(
     shards = raise_together_in(
         grid.ranks.group,
         lambda: {
-            param: zero1.fragment_of(param, place, split_of, members, slabs=slabs)
+            param: fragment_of(param, place, split_of, members, slabs=slabs)
             for param, place in places.items()
         },
     )

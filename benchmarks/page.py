@@ -1,7 +1,10 @@
 """Makes docs/reference/benchmarks.md from the figures in docs/benchmarks/*.json.
 
-``python -m scripts.reference_pages`` writes the page. ``python -m scripts.benchmark_page`` counts
-the models of the page's section "Counted" again and writes docs/benchmarks/counted.json.
+    python -m benchmarks.page [--count] [--check]
+
+With ``--count``, the models of the page's section "Counted" are counted again before, and written
+to docs/benchmarks/counted.json. With ``--check`` nothing is written, and the exit code is 1 if the
+page is not what the figures say.
 """
 
 import json
@@ -17,6 +20,7 @@ from benchmarks.machine import commit
 from benchmarks.optimizer_step import measure
 
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+TARGET = FIGURES.parent / "reference" / "benchmarks.md"
 OF_FLAGS = "--vocab-size 32768 --untie-embeddings-and-output-weights --seq-length 1024 --dp 1"
 COUNTED = {
     "gpt": (
@@ -422,5 +426,15 @@ def count() -> None:
     (FIGURES / "counted.json").write_text(json.dumps(figures, indent=1) + "\n")
 
 
+def main() -> int:
+    if "--count" in sys.argv:
+        count()
+    text = page()
+    if "--check" in sys.argv:
+        return int(TARGET.read_text() != text)
+    TARGET.write_text(text)
+    return 0
+
+
 if __name__ == "__main__":
-    count()
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""DTensors and the local tensors in them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local_of(value: Any) -> Any:
+    """Return a DTensor's local tensor, and any other value unchanged."""
+    if not isinstance(value, DTensor):
+        return value
+    with torch.no_grad():
+        return value.to_local()
+
+
+def shard_like(param: Tensor, local: Tensor) -> Tensor:
+    """Return ``local`` as a tensor that is sharded and placed like ``param``."""
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def is_uneven(param: Tensor) -> bool:
+    """Return whether Megatron-FSDP shards a parameter."""
+    return isinstance(param, DTensor) and hasattr(param, "megatron_fsdp_dist_index")
