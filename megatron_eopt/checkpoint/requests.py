@@ -110,7 +110,7 @@ class StateRequests:
         for values in by_parameter.values():
             reading.choose(values)
         reading.refuse()
-        self._chosen = reading.chosen
+        self._chosen = {p: value.apart_from_model() for p, value in reading.chosen.items()}
         self._ask()
         return reading.notes()
 

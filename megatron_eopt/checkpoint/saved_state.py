@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
@@ -119,6 +120,7 @@ class StateValue:
     kept: UnshardedState | None = None  # the value, if it is not sharded like its parameter
     factor: float = 1.0  # what the value is multiplied by after reading
     bucket: str | None = None  # prefix of the keys if it is read from a bucket
+    homes: tuple[Tensor, ...] = ()  # where to copy what is read for each piece, if not its data
 
     @property
     def is_count(self) -> bool:
@@ -155,16 +157,32 @@ class StateValue:
                 return replace(self, pieces=(piece,), bucket=prefix)
         return None
 
+    def apart_from_model(self) -> "StateValue":
+        """Return this value with memory of its own to read into, if it is a weight of the model.
+
+        The model's state is read into that weight, maybe with rows in another order: megatron-core
+        saves gate and up as if weight rematerialization had not cut them.
+        """
+        item = self.where.stored
+        if self.kind not in MAINS or item is None:
+            return self
+        main, param = (address_of(local_of(tensor))[0] for tensor in (item.main, item.param))
+        if main != param:
+            return self
+        own = tuple(replace(piece, data=torch.empty_like(piece.data)) for piece in self.pieces)
+        return replace(self, pieces=own, homes=tuple(piece.data for piece in self.pieces))
+
     def take(self, loaded: Sequence[Any]) -> None:
         """Write what was loaded for each piece into the state, unless it was loaded in place."""
-        for piece, value in zip(self.pieces, loaded, strict=True):
+        homes = self.homes or tuple(piece.data for piece in self.pieces)
+        for piece, home, value in zip(self.pieces, homes, loaded, strict=True):
             if isinstance(piece, ShardedObject):
                 assert self.kept is not None
                 self.kept.replace(value)
-            elif address_of(value) != address_of(piece.data):
-                piece.data.copy_(value.view(piece.data.shape))
+            elif address_of(value) != address_of(home):
+                home.copy_(value.view(home.shape))
             if self.factor != 1.0:
-                piece.data.mul_(self.factor)
+                home.mul_(self.factor)
 
     def take_from_model(self) -> None:
         """Copy the model's weights to the main weights."""

@@ -276,7 +276,7 @@ class OptimizerChain(ChainedOptimizer):
             child.quantize_and_sync_model_params_from_main_params()
 
     def _stage_model_params_from_main_params(self) -> None:
-        """Do so on this rank only."""
+        """Copy main weights to the model's, or to its buffers, on this rank only."""
         for child in self.chained_optimizers:
             child._stage_model_params_from_main_params()
 
@@ -379,9 +379,10 @@ class OptimizerChain(ChainedOptimizer):
         finish_gathers(self.model_chunks)
         self._take_over(state_dict)
         optimizer_state.settle(self.links)
-        if self.is_sharded and self.settings.half is None:
-            # without main weights, each rank has loaded its part of the model's weights only
-            self.gather_params(now=True)
+        # main weights decide: without copies, each rank has loaded its part of the model's weights
+        # only, and megatron-core's own state of rematerialized gate and up fits one size of group
+        if self.is_sharded or self.settings.half is not None:
+            self.quantize_and_sync_model_params_from_main_params()
 
     def _take_over(self, state: Any) -> None:
         raise_together(lambda: check_state_dict(state))

@@ -130,7 +130,7 @@ def _link(
             continue
         members = {param for group in mine for param in group["params"]}
         of_base = {param: place for param, place in places.items() if param in members}
-        update_rule = _driver(sharding, spec, mine, of_base, buffers)
+        update_rule = _update_rule(sharding, spec, mine, of_base, buffers)
         update_rule.is_clipped = spec.is_clipped
         update_rules[number] = update_rule
         served.append((update_rule, slice(len(groups), len(groups) + len(mine))))
@@ -168,7 +168,7 @@ def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSett
     )
 
 
-def _driver(
+def _update_rule(
     sharding: Sharding,
     spec: OptimizerSpec,
     groups: Sequence[ParamGroup],

@@ -11,7 +11,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from tests.harness import run_ranks
 from tests.harness.collectives import counted
 from tests.harness.scene import forget_megatron
-from tests.unit.storage.full_state import Case, build, differences, save_one, steps
+from tests.unit.storage.full_state import Case, build, differences, resume, save_one, steps, write
 from tests.unit.storage.runs import (
     DENSE,
     MOE,
@@ -209,3 +209,29 @@ def test_what_needs_whole_slabs_is_refused(argument, ddp):
     config = {"muon_overlap_dp_comm": True} if ddp else {"muon_tp_mode": "blockwise"}
     case = Case("muon", parallel={"gtp": 2}, ddp=ddp, config=config)
     assert run_ranks(2, refused, case) == [argument] * 2
+
+
+def weights_saved(case: Case, folder: str) -> Result:
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 2)
+    write(case, chunk, optimizer, folder)
+    return Result(weights(case.run, chunk), [])
+
+
+def weights_loaded(case: Case, folder: str) -> Result:
+    return Result(weights(case.run, resume(case, folder)[0]), [])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({"gtp": 2}, {}), ({}, {"gtp": 2}), pytest.param({"gtp": 2}, {"tp": 2}, marks=LONG)],
+)
+def test_gate_and_up_are_those_of_main_weights(tmp_path, before, after, dtype):
+    """megatron-core's own state has their rows in the order of one size of the group."""
+    case = Case("muon", {**BF16, "gated": True, "dtype": dtype}, before)
+    saved = run_ranks(2 if before else 1, weights_saved, case, str(tmp_path))
+    whole = run_ranks(1, weights_loaded, replace(case, parallel={}), str(tmp_path))[0]
+    after_load = replace(case, parallel=after)
+    found = run_ranks(2 if after else 1, weights_loaded, after_load, str(tmp_path))
+    assert deviation(saved, whole) == deviation(found, whole) == 0
