@@ -110,6 +110,7 @@ class HostMemory:
         """Start to copy what will be fetched (prefetch)."""
         for param in self.params.intersection(params):
             if param not in self._coming and param not in self._homes:
+                # on a CPU the stream is None, and the block changes nothing
                 with torch.cuda.stream(self._inward):
                     self._coming[param] = {
                         path: torch.empty_like(home, device=self._device, pin_memory=False).copy_(
@@ -123,17 +124,21 @@ class HostMemory:
         params = list(params)
         self.announce(params, state)
         if self._inward is not None:
+            # the device waits for the copies, not the host
             torch.cuda.current_stream(self._device).wait_stream(self._inward)
         for param in self._coming.keys() & params:
             self._homes[param] = dict(self._tensors(param, state))
             for path, copy in self._coming.pop(param).items():
                 if self._pinned:
+                    # Allocated on the inward stream, used on this one: without this its memory
+                    # could be given to the next prefetch while it is still read.
                     copy.record_stream(torch.cuda.current_stream(self._device))
                 _put(param, path, copy, state)
 
     def write_back(self, params: Iterable[Tensor], state: Any) -> None:
         """Move weights and state back to the host, including state that is new."""
         if self._outward is not None:
+            # the step that changes these tensors must have ended
             self._outward.wait_stream(torch.cuda.current_stream(self._device))
         for param in self.params.intersection(params):
             homes = self._homes.pop(param, {})
@@ -144,6 +149,7 @@ class HostMemory:
                 with torch.cuda.stream(self._outward):
                     home.copy_(value, non_blocking=True)
                 if self._outward is not None:
+                    # its last reference goes below, while the copy may still read it
                     value.record_stream(self._outward)
                 _put(param, path, home, state)
 
@@ -157,6 +163,7 @@ class HostMemory:
         """Replace host weights by empty device tensors in a block, so that they get gradients."""
         homes = {param: param.data for param in self._weights}
         for param, home in homes.items():
+            # one element, expanded: gradients need a shape and a device, not the memory
             param.data = torch.empty((), dtype=home.dtype, device=self._device).expand(home.shape)
         try:
             yield
@@ -203,6 +210,7 @@ class HostMemory:
                 yield path, value
 
     def _fits(self, home: Tensor, value: Tensor) -> bool:
+        # code that loads a state dict may have put another tensor in its place
         alike = (home.shape, home.dtype) == (value.shape, value.dtype)
         return alike and home.device.type == "cpu" and (home.is_pinned() or not self._pinned)
 
