@@ -126,7 +126,10 @@ def raise_together[T](
 
 
 def raise_together_in[T](group: distributed.ProcessGroup | None, function: Callable[[], T]) -> T:
-    """Do the same as :func:`raise_together` over a group; None means this rank alone."""
+    """Call ``function`` on every rank of a group; if any raises, raise on all of them.
+
+    As :func:`raise_together`, but a group of None is this rank alone, not the world.
+    """
     return function() if group is None else raise_together(function, group)
 
 

@@ -154,7 +154,7 @@ class Redistribution:
         self._last = first_uses([wave.tensors for wave in planned[::-1]])[::-1]
         self._last_out = first_uses([wave.results for wave in planned[::-1]])[::-1]
         # shape and dtype of loaded tensors, to which their results are made alike
-        self._alike: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._forms: dict[str, tuple[torch.Size, torch.dtype]] = {}
         # tensors that running waves read, tensors that they write, and tensors in their places
         self._sources: dict[str, Tensor] = {}
         self._results: dict[str, Tensor] = {}
@@ -249,7 +249,7 @@ class Redistribution:
         tensors = {name: self._sources[name] for name in wave.tensors}
         self._placed |= {name: t for name, t in tensors.items() if self._is_placed(name, t)}
         others = {name: t for name, t in tensors.items() if name not in self._placed}
-        self._alike.update({name: (t.shape, t.dtype) for name, t in others.items()})
+        self._forms.update({name: (t.shape, t.dtype) for name, t in others.items()})
         stored = self._flat(others)
         with self._timed():
             travelling = self._start(wave.inward, "in", stored, stored)
@@ -264,7 +264,7 @@ class Redistribution:
         names = [name for name in wave.results if name not in placed]
         for name in names:
             if name not in self._results:
-                shape, dtype = self._alike.pop(name)
+                shape, dtype = self._forms.pop(name)
                 result = torch.empty(shape, dtype=dtype, device=self._device)
                 # padding, which no copy writes: without this it would be any memory, even nan
                 result.view(-1)[self.plan.tensors[name][1] :].zero_()
@@ -298,7 +298,7 @@ class Redistribution:
         return _InFlight(stored, recv, work)
 
     def _buffer(self, purpose: str, elements: int, *, at_least: int = 0) -> Tensor:
-        """Return so many elements of a buffer, which has ``at_least`` a number of them."""
+        """Return the first ``elements`` of a buffer, which is made ``at_least`` so large."""
         # Kept between steps: asking the allocator in each would cost time and fragment memory. The
         # wave before is unpacked before its buffer is used or replaced.
         buffer, size = self.buffers.get(purpose), max(elements, at_least)

@@ -61,7 +61,7 @@ class AdaptiveMuonRule(MuonRule):
         self._lasting: list[Tensor] = []  # index tensors, which live between steps
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield the tensors that live between steps besides weights and state."""
+        """Yield the tensors that stay in memory between steps, other than weights and state."""
         yield from super().buffers()
         yield from self._lasting
 
@@ -204,7 +204,7 @@ class MatrixMomentRule(AdaptiveMuonRule):
             torch._foreach_copy_(*self._pairs(stepped))
         # a rank that computes a matrix may store none of the parameter, and gets its statistics
         # here
-        self._agree(everything)
+        self._reduce_max(everything)
         if corrected:
             # in float64, because 1 - beta2^step cancels in the first steps
             decays = torch.tensor([beta2 for beta2, _ in self._coefficients], dtype=torch.float64)
@@ -227,7 +227,7 @@ class MatrixMomentRule(AdaptiveMuonRule):
         kept = [item.state[MOMENT2] for item in stepped.values()]
         return [parts[n].view_as(k) for n, k in zip(stepped, kept, strict=True)], kept
 
-    def _agree(self, values: Tensor) -> None:
+    def _reduce_max(self, values: Tensor) -> None:
         if self.engine.sharing is not None:
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self.engine.sharing)
 
@@ -281,7 +281,7 @@ class NorMuonRule(MatrixMomentRule):
 
     def _end(self, stepped: Mapping[int, Stepped]) -> None:
         """Share the new statistics with all ranks, and write them to the states."""
-        self._agree(self._new)
+        self._reduce_max(self._new)
         self._flat = self._new
         super()._end(stepped)
 

@@ -37,7 +37,10 @@ _MAY_BE_YOUNGER = MAXIMA | {MOMENT2}
 
 @dataclass(frozen=True)
 class Policy:
-    """What may differ: ``fresh`` keys may be missing; momentum may be Adam's first moment."""
+    """What a load accepts: state with ``fresh`` keys may be missing, and then starts fresh.
+
+    With ``momentum_from_adam``, Muon's momentum may start as Adam's first moment.
+    """
 
     fresh: frozenset[str] = frozenset()
     momentum_from_adam: bool = False

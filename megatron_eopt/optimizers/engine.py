@@ -44,7 +44,7 @@ class EngineConfig:
     # most ranks that share a matrix in exchange mode; 1 to share none
     max_ranks_per_matrix: int = 1
     windows: tuple[int, ...] = ()  # index of the engine that computes each shard; () for one
-    grows: bool = False  # whether waves may exceed that where nothing is sent
+    grows: bool = False  # whether waves may exceed ``matrix_buffer_mb`` where nothing is sent
 
     @property
     def wave_bytes(self) -> int:

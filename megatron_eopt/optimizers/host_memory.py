@@ -50,7 +50,7 @@ class HostMemory:
     Args:
         params: Tensors whose state is kept there.
         weights: Those of ``params`` that are kept there themselves.
-        place: How they are copied to the device.
+        settings: How they are copied to the device.
         is_kept: Whether a state value ``(kind, value)`` is kept there; by default all are.
     """
 
@@ -58,15 +58,15 @@ class HostMemory:
         self,
         params: Iterable[Tensor] = (),
         weights: Iterable[Tensor] = (),
-        place: OffloadSettings | None = None,
+        settings: OffloadSettings | None = None,
         is_kept: Callable[[str, Any], bool] | None = None,
     ) -> None:
-        place = place or OffloadSettings()
+        settings = settings or OffloadSettings()
         self.params = frozenset(params)
         self._weights = frozenset(weights)
         self._is_kept = is_kept or (lambda kind, value: True)
-        self._device = torch.device(place.device)
-        self._chunk_bytes = place.chunk_bytes
+        self._device = torch.device(settings.device)
+        self._chunk_bytes = settings.chunk_bytes
         self._pinned = self._device.type == "cuda"
         self._inward, self._outward = _stream(self._device), _stream(self._device)
         self._coming: dict[Tensor, dict[_Path, Tensor]] = {}

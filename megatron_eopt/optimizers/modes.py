@@ -148,16 +148,16 @@ def plan_work(
     costs = np.array([standard_flops(*layout.shape) for layout in storage], np.float64)
     modes = _choose_modes(storage, costs, world_size, mode, whole_only=whole_only)
     owners = np.zeros(len(storage), np.int64)
-    travelling = [i for i, m in enumerate(modes) if m == "exchange"]
-    shapes = [storage[i].shape for i in travelling]
-    homes = np.array([home(storage[i]) for i in travelling], np.int64).reshape(-1, 2)
+    exchanged = [i for i, m in enumerate(modes) if m == "exchange"]
+    shapes = [storage[i].shape for i in exchanged]
+    homes = np.array([home(storage[i]) for i in exchanged], np.int64).reshape(-1, 2)
     largest = 1 if whole_only else max_ranks_per_matrix
     # None if single owners are as fast; then these are balanced
     found = assign_teams(shapes, world_size, largest, element_size, homes[:, 0])
-    teams = dict(zip(travelling, found, strict=True)) if found else {}
-    if travelling and not teams:
-        owners[travelling] = assign_owners(
-            costs[travelling],
+    teams = dict(zip(exchanged, found, strict=True)) if found else {}
+    if exchanged and not teams:
+        owners[exchanged] = assign_owners(
+            costs[exchanged],
             world_size,
             home=homes[:, 0],
             share=homes[:, 1].astype(np.float64),

@@ -104,7 +104,7 @@ class RoundedMomentum:
         scales: dict[int, Tensor] = {}
         if self._has_scales:
             largest = {n: self._rows[n].largest_of(values) for n, values in flat.items()}
-            self._agree(numbers, largest)
+            self._reduce_max(numbers, largest)
             scales = {n: scales_for(bits, self._format) for n, bits in largest.items()}
         for n, (values, momentum) in new.items():
             if not self.is_kept(values):
@@ -135,7 +135,7 @@ class RoundedMomentum:
             exact = momentum[elements].to(rows.device)
             into[elements] = encoded(exact, self._format, noise, mine)
 
-    def _agree(self, numbers: Sequence[int], largest: Mapping[int, Tensor]) -> None:
+    def _reduce_max(self, numbers: Sequence[int], largest: Mapping[int, Tensor]) -> None:
         """Replace magnitudes of shared blocks by the largest on any rank, as bits; in place."""
         counts = [self._rows[n].shared for n in numbers]
         if not sum(counts):

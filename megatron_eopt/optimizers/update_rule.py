@@ -102,7 +102,9 @@ class UpdateRule:
     reports_updates = False  # whether it reports its updates to step statistics
     counts_matrices = False  # whether steps are counted per matrix, not per parameter
     is_clipped = True  # whether gradient clipping applies to its gradients
-    fits_beside = False  # whether its passes may run beside the matrix products of other rules
+    # whether its passes may run on a stream beside the matrix products of other rules; such a rule
+    # must not call collectives
+    fits_beside = False
     folds_clipping = False  # whether it applies clipping itself, by :attr:`coefficient`
     # factor on gradients, a 0-D tensor; nan skips the step, None is 1; the chain sets it for a step
     # (`clipped` of wrappers/gradients.py)
@@ -131,7 +133,7 @@ class UpdateRule:
             self.redistribution.meter = None if stats is None else stats.meter
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield the tensors that live between steps besides weights and state."""
+        """Yield the tensors that stay in memory between steps, other than weights and state."""
         if self.redistribution is not None:
             yield from self.redistribution.buffers.values()
 
@@ -148,12 +150,14 @@ class UpdateRule:
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create the state of every parameter, as far as possible without a step."""
 
-    def off_load(self, groups: Sequence[ParamGroup], state: State, place: OffloadSettings) -> None:
+    def off_load(
+        self, groups: Sequence[ParamGroup], state: State, settings: OffloadSettings
+    ) -> None:
         """Keep a fraction of weights and state in host memory from now on."""
         sizes = {param: param.numel() for _, param, _ in self.numbered(groups)}
-        params = place.chosen(sizes)
-        weights = place.movable.intersection(params)
-        self.host = HostMemory(params, weights, place, self.is_sharded_like_param)
+        params = settings.chosen(sizes)
+        weights = settings.movable.intersection(params)
+        self.host = HostMemory(params, weights, settings, self.is_sharded_like_param)
         self.host.write_back(params, state)
         self.host.settle()
 

@@ -173,12 +173,14 @@ class WholeMatrixRule(UpdateRule):
                 place = {OF_GROUPS: own}
                 yield UnshardedState(number, matrix, (OF_GROUPS, *path), value, container=place)
 
-    def off_load(self, groups: Sequence[ParamGroup], state: State, place: OffloadSettings) -> None:
+    def off_load(
+        self, groups: Sequence[ParamGroup], state: State, settings: OffloadSettings
+    ) -> None:
         """Keep a fraction of weights, and of the state of owned matrices, in host memory."""
-        weights = place.chosen({param: param.numel() for _, param, _ in self.numbered(groups)})
+        weights = settings.chosen({param: param.numel() for _, param, _ in self.numbered(groups)})
         sizes = {param: math.prod(self._shapes[index]) for index, param in self.owned.items()}
-        owned = place.chosen(sizes)
-        self.host = HostMemory([*weights, *owned], place.movable.intersection(weights), place)
+        owned = settings.chosen(sizes)
+        self.host = HostMemory([*weights, *owned], settings.movable.intersection(weights), settings)
         self.host.write_back(self.host.params, self.owned_state)
         self.host.settle()
 

@@ -4,8 +4,8 @@ Note [Shards]
     However weights are stored, an optimizer sees shards: tensor-parallel slabs (a rank's part of a
     tensor-parallel weight), ZeRO-1 fragments of slabs, shards of DTensors, whole parameters. A
     shard has a layout for each logical matrix of the parameter, over the ranks of one group. If
-    several ranks hold the same elements, the layout says which of them sends. A new shard checks
-    that what this rank holds of all matrices adds up to its tensor.
+    several ranks hold the same elements, the layout says which of them sends. A shard cannot be
+    made unless this rank's pieces of all matrices add up to its tensor.
 """
 
 import math
