@@ -106,6 +106,7 @@ def raise_together[T](
         function: May use collectives only where no rank can raise before its peers join.
         group: The ranks that call this together; None for the world.
     """
+    # with stand-ins, there is nobody to wait for
     if _is_alone() or (world := distributed.get_world_size(group)) == 1:
         return function()
     result, error = None, None
@@ -114,16 +115,21 @@ def raise_together[T](
     except Exception as caught:
         error = caught
     rank = distributed.get_rank(group)
+    # the lowest rank that failed, or `world` if none did: one number tells all ranks both
     first = torch.tensor(world if error is None else rank, device=device_of_collectives())
     distributed.all_reduce(first, distributed.ReduceOp.MIN, group=group)
     if (failed := int(first)) < world:
+        # only after a failure, so that success costs no pickling
         report = _broadcast(_report(error), failed, group)
         _raise(failed, report, error, is_on_all_ranks=group is None)
     return cast(T, result)
 
 
 def raise_together_in[T](group: distributed.ProcessGroup | None, function: Callable[[], T]) -> T:
-    """Do the same as :func:`raise_together` over a group; None means this rank alone."""
+    """Call ``function`` on every rank of a group; if any raises, raise on all of them.
+
+    As :func:`raise_together`, but a group of None is this rank alone, not the world.
+    """
     return function() if group is None else raise_together(function, group)
 
 
@@ -135,6 +141,8 @@ def gather_unique[T](items: Iterable[T]) -> list[T]:
     mine = list(items)
     if _is_alone():
         return list(dict.fromkeys(mine))
+    # Equal lists can pickle to different bytes, if one has the same string twice as one object.
+    # Then both are sent, which is slower but not wrong.
     digests = gather_objects(hashlib.blake2b(pickle.dumps(mine)).digest() if mine else None)
     found: dict[T, None] = {}
     for digest in dict.fromkeys(digests):
@@ -194,12 +202,14 @@ def ranks_of(group: distributed.ProcessGroup | None) -> list[int]:
 
 def _broadcast(value: Any, source: int = 0, group: distributed.ProcessGroup | None = None) -> Any:
     values = [value]
+    # `group_src` counts within the group, unlike `src`
     distributed.broadcast_object_list(values, group=group, group_src=source)
     return values[0]
 
 
 def _report(error: Exception | None) -> tuple[type, str, str, str] | str | None:
     if isinstance(error, ConfigurationError | ConfigurationTypeError):
+        # texts, because a value may be a tensor or something that does not pickle
         return type(error), error.argument, repr(error.value), str(error)
     return None if error is None else f"{type(error).__name__}: {error}"
 
@@ -208,6 +218,7 @@ def _raise(rank: int, report: Any, own: Exception | None, *, is_on_all_ranks: bo
     if isinstance(report, str):
         raise RuntimeError(f"rank {rank} failed: {report}") from own
     kind, argument, value, text = report
+    # without the constructor, which would build the text again from values that this rank lacks
     error = kind.__new__(kind, text)
     error.args, error.argument, error.value = (text,), argument, value
     error.is_on_all_ranks = is_on_all_ranks
@@ -236,6 +247,7 @@ def group_of_members(ranks: Sequence[int], description: str | None = None) -> An
     try:
         return distributed.new_group(
             members,
+            # else torch requires that all ranks of the world call this
             use_local_synchronization=True,
             pg_options=options,
             group_desc=description,

@@ -52,6 +52,7 @@ def _on_conversion(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _on_registration(module: nn.Module, name: str, param: Any) -> None:
     before = module._parameters.get(name)
+    # `parallelize_module` registers a DTensor under the old parameter's name
     is_new = isinstance(param, DTensor) and not isinstance(before, DTensor)
     if is_new and before is not None and before.shape == param.shape:
         _carry(before, param)
@@ -59,6 +60,7 @@ def _on_registration(module: nn.Module, name: str, param: Any) -> None:
 
 def _keep() -> None:
     register_module_parameter_registration_hook(_on_registration)
+    # `fully_shard` replaces parameters without registering them, so its own methods are wrapped
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 

@@ -38,6 +38,7 @@ class ConfigurationTypeError(ConfigurationError, TypeError):
 
     def __init__(self, argument: str, value: object, rule: str, hint: str) -> None:
         kind = type(value).__name__
+        # not the parent's constructor, whose text lacks the type
         Exception.__init__(self, f"{argument}={value!r} (a {kind}): {rule}. {_sentence(hint)}")
         self.argument = argument
         self.value = value
@@ -91,6 +92,7 @@ def check_integer(
         ConfigurationTypeError: If ``value`` is not an integer.
         ConfigurationError: If it is out of bounds.
     """
+    # Python counts booleans among the integers
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ConfigurationTypeError(argument, value, "must be an integer", "Give a whole number")
     if not at_least <= int(value) <= at_most:

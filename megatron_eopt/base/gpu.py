@@ -22,6 +22,7 @@ def is_there() -> bool:
 
 def runs_kernels(tensor: Tensor) -> bool:
     """Return whether our kernels handle a tensor: one on a GPU, or a dry run's fake tensor."""
+    # fake tensors first, since they may claim to be on a GPU that this machine lacks
     return is_fake(tensor) or (tensor.is_cuda and compiles())
 
 
@@ -54,6 +55,8 @@ def uploaded(values: Any, device: torch.device) -> Tensor:
     """Return a numpy array as a tensor on a device, without waiting for it."""
     tensor = torch.from_numpy(values)
     if device.type == "cuda":
+        # A copy from pageable memory would make the host wait. torch's allocator keeps a pinned
+        # block until copies from it are done, so the local variable may end before.
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -79,6 +82,7 @@ class SideStream:
         if self._stream is None:
             yield
             return
+        # what the block reads has been launched on the current stream
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
@@ -99,6 +103,7 @@ class HostCopy:
             self._copy = torch.empty_like(value, device="cpu", pin_memory=True)
             self._copy.copy_(value, non_blocking=True)
             self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # an event, so that reading waits for this copy and not for what is launched later
             self._arrival.record()
 
     def read(self) -> Any:

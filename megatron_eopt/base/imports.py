@@ -25,6 +25,7 @@ def import_file(path: str) -> None:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
+    # before it runs, as Python's own import does, because dataclasses look their module up
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -26,6 +26,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # garbage that is freed during the block would hide new allocations
         gc.collect()
         for item in gc.get_objects():
+            # `isinstance` would read `__class__`, which some lazy objects in the process compute
             if issubclass(type(item), torch.Tensor):
                 self._note(item)
         self._before = self._bytes()
@@ -61,6 +62,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if type(item) not in _FOLLOWED or item.device.type == "meta":
             return 0
         storage = item.untyped_storage()
+        # the address may belong to a new storage; the weak reference tells if the old one is freed
         known = self._alive.get(storage._cdata)
         if known is not None:
             if not known[0].expired():  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ def inform(logger: logging.Logger, text: str) -> None:
     package = logging.getLogger("megatron_eopt")
     if package.level == logging.NOTSET:
         package.setLevel(logging.INFO)
+    # Python's handler of last resort shows warnings only
     if not logger.hasHandlers():
         package.addHandler(logging.StreamHandler())
     if is_rank_0():

@@ -63,6 +63,7 @@ def row_cut(param: Tensor) -> RowCut:
         return RowCut()
     size = getattr(param, "gtp_remat_size", None)
     if size is None:
+        # megatron-core marks the parameters of experts by `allreduce = False`
         is_dense = getattr(param, "allreduce", True)
         name = "get_gtp_weight_remat_world_size" if is_dense else _EXPERT_SIZE
         size = require_upstream(name)()
@@ -74,6 +75,7 @@ def whole_shape(param: Tensor) -> tuple[int, ...]:
     if (place := place_of(param)) is not None:
         return place.shape
     size, padding = row_cut(param)
+    # padding is at the end of the last ranks' rows, so all ranks together have it once
     rows, *others = param.shape or (1,)
     return (rows * size - padding, *others) if size > 1 else tuple(param.shape)
 

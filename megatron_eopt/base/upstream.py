@@ -95,6 +95,7 @@ def dataset_helpers_to_skip() -> ModuleType | None:
     The megatron-core wheel has compiled dataset helpers, but no Makefile to build them again.
     """
     module = importlib.import_module("megatron.core.datasets.utils")
+    # `compile_helpers` runs make in this folder, and ends the process if that fails
     makefile = Path(module.__file__ or "").with_name("Makefile")
     return None if makefile.exists() else module
 

@@ -39,14 +39,17 @@ def assign_owners(
         return owners
     home = np.asarray(home, np.int64)
     weight = np.ones(len(cost)) if share is None else np.asarray(share, np.float64)
+    # first what changes no load, then moves that the busiest rank does not notice
     _exchange_equals(owners, cost, home, weight)
     load = before + np.bincount(owners, weights=cost, minlength=world_size)
+    # all ranks wait for the busiest one, so loads up to its own are free
     limit = load.max()
     moved = True
     while moved:  # a move makes room for others on the old rank; each matrix moves at most once
         moved = False
         away = np.flatnonzero((owners != home) & (home >= 0))
         away = away[load[home[away]] + cost[away] <= limit]
+        # the largest gain first, as later moves find less room
         for i in away[np.argsort(-weight[away], kind="stable")].tolist():
             if load[home[i]] + cost[i] <= limit:
                 load[owners[i]] -= cost[i]
@@ -58,6 +61,8 @@ def assign_owners(
 
 def _longest_first(cost: Float64Array, busy: Float64Array) -> Int64Array:
     """Give the next most expensive matrix to the least loaded rank, on ties to the lowest one."""
+    # numpy's default sort uses the processor's vector instructions, so ties could be ordered
+    # differently on ranks with another processor; a stable sort orders them by index
     order = np.argsort(-cost, kind="stable")
     heap = [(load, rank) for rank, load in enumerate(busy.tolist())]
     heapq.heapify(heap)
@@ -74,6 +79,7 @@ def _exchange_equals(
 ) -> None:
     """Permute owners among matrices of equal cost so that more matrices are at home."""
     _, kind = np.unique(cost, return_inverse=True)
+    # How many matrices of each cost an owner has. These numbers stay, and so do all loads.
     places = Counter(zip(kind.tolist(), owners.tolist(), strict=True))
     homes = list(zip(kind.tolist(), home.tolist(), strict=True))
     rest = []
@@ -83,6 +89,7 @@ def _exchange_equals(
             owners[i] = home[i]
         else:
             rest.append(i)
+    # both lists are in the order of costs, so each matrix gets an owner that is left for its cost
     rest.sort(key=lambda i: (homes[i][0], i))
     owners[rest] = [owner for _, owner in sorted(places.elements())]
 
@@ -99,9 +106,14 @@ class _Queue:
 
     def due(self, cost: float, size: int, wanted: int, max_bytes: int) -> int:
         """Return the wave for the next matrix that keeps the rank's progress even."""
+        # Where the matrix is in the rank's work, from 0 to 1. Equal fractions of all ranks meet in
+        # one wave, or the ranks with less work would wait for the others in each.
         middle = (self.done + cost / 2) / self.cost if self.cost else 0.0
         due = max(self.wave, min(int(middle * wanted), wanted - 1))
+        # an empty wave takes a matrix of any size, since a single one may exceed the limit
         full = self.held and self.held + size > max_bytes
+        # A queue remembers the bytes of its latest wave only, so matrices never go to earlier ones.
+        # The number of waves may exceed `wanted`.
         return due + 1 if due == self.wave and full else due
 
     def take(self, cost: float, size: int, wave: int) -> None:
@@ -132,10 +144,13 @@ def plan_waves(
             queues[rank].bytes += sizes[i]
             queues[rank].cost += costs[i]
     fullest = max((queue.bytes for queue in queues.values()), default=0)
+    # the fullest owner needs the most waves, and the others spread their work over as many
     wanted = max(at_least, -(-fullest // max_bytes))
     numbers = [0] * len(sizes)
+    # in the order of costs, so that matrices of one shape come together and form few batches
     for i in sorted(range(len(sizes)), key=lambda i: (-costs[i], i)):
         mine = [queues[rank] for rank in teams[i]]
+        # ranks that share a matrix compute it in the same wave: the latest that suits one of them
         numbers[i] = max(queue.due(costs[i], sizes[i], wanted, max_bytes) for queue in mine)
         for queue in mine:
             queue.take(costs[i], sizes[i], numbers[i])

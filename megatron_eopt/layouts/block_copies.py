@@ -32,6 +32,7 @@ _TYPES = {
 def _number(table: tl.tensor, place: tl.tensor, aligned: tl.constexpr) -> tl.tensor:
     """Load a number of the table; multiples of 16 allow wide loads of elements."""
     number = tl.load(table + place)
+    # Triton finds out divisibility for arguments only, not for numbers that a kernel loads
     return tl.multiple_of(number, 16) if aligned else number
 
 
@@ -47,11 +48,14 @@ def _copy(
     block = table + tl.load(programs + tl.program_id(0)) * _FIELDS
     first = tl.load(programs + tl.num_programs(0) + tl.program_id(0)) * BLOCK
     places = first + tl.arange(0, BLOCK)
+    # divisions of 64-bit numbers are slow; `run_copies` sends no block here with more elements than
+    # 32 bits can index
     width = _number(block, 4, aligned).to(tl.int32)
     height = tl.load(block + 3).to(tl.int32)
     mask = places < tl.load(block + 2).to(tl.int32) * height * width
     rows = places // width
     columns = places % width
+    # an index times a stride may exceed 32 bits, since a block's rows can be far apart
     planes, rows = (rows // height).to(tl.int64), (rows % height).to(tl.int64)
     source = tl.load(block).to(tl.pointer_type(read))
     sink = tl.load(block + 1).to(tl.pointer_type(write))
@@ -72,6 +76,8 @@ def _programs(device: torch.device, sizes: tuple[tuple[int, ...], ...]) -> Tenso
     return gpu.uploaded(np.stack([number, part.astype(np.int32)]), device)
 
 
+# Addresses mostly repeat from step to step, because torch's allocator hands out the same memory.
+# Then no table is built or uploaded.
 @lru_cache(maxsize=1024)
 def _table(device: torch.device, blocks: tuple[tuple[int, ...], ...]) -> Tensor:
     return gpu.uploaded(np.array(blocks, np.int64), device)
@@ -84,8 +90,10 @@ def launch(outs: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
     """
     parts: dict[bool, list[tuple[int, ...]]] = {}
     for out, block in zip(outs, blocks, strict=True):
+        # the kernel knows 3-D blocks only; leading dimensions of size 1 change nothing
         ahead = 3 - block.dim()
         sizes = (*(1,) * ahead, *block.shape)
+        # without the last stride, which is 1
         source, sink = (((0,) * ahead + side.stride())[:2] for side in (block, out))
         row = (block.data_ptr(), out.data_ptr(), *sizes, *source, *sink)
         aligned = not any(number % 16 for number in (*row[:2], *row[4:]))

@@ -37,6 +37,7 @@ class Boxes:
     that of the storage tensor.
     """
 
+    # one array, so that joins, selections and hashes of many boxes are one numpy call each
     table: Int64Array  # int64 ``(n, 10)``; its columns are the attributes below, in order
 
     rank = _Column(RANK)
@@ -67,6 +68,7 @@ class Boxes:
         """
         fields = (rank, *corner, *size, offset, stride, source, 0, 0)
         columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(f, np.int64)) for f in fields))
+        # an empty box would have no valid `extent`, and would be matched with others for nothing
         table = np.stack(columns, axis=1)
         return cls(table[(table[:, HEIGHT] > 0) & (table[:, WIDTH] > 0)])
 
@@ -95,6 +97,7 @@ class Boxes:
         table[:, ROW], table[:, COLUMN] = row, column
         table[:, HEIGHT] = np.maximum(np.minimum(self.bottom, other.bottom) - row, 0)
         table[:, WIDTH] = np.maximum(np.minimum(self.right, other.right) - column, 0)
+        # storage stays where it is: the part begins further on in the same tensor
         table[:, OFFSET] += (row - self.row) * self.stride + column - self.column
         return Boxes(table)
 
@@ -132,6 +135,7 @@ def ragged_arange(counts: Int64Array) -> Int64Array:
 def matching(left: Int64Array, right: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Return the index pairs ``(i, j)`` with ``left[i] == right[j]``, ordered by ``(i, j)``."""
     order = np.argsort(right, kind="stable")
+    # a sorted merge, since a comparison of all pairs would take memory quadratic in the boxes
     keys = right[order]
     first = np.searchsorted(keys, left, "left")
     counts = np.searchsorted(keys, left, "right") - first

@@ -30,6 +30,7 @@ def dtensor_layout(
         ConfigurationError: If a placement is neither Shard nor Replicate, or cuts the kernel of a
             convolution.
     """
+    # row r has the coordinates of the r-th rank of `mesh.ravel()`
     places = np.stack([axis.ravel() for axis in np.indices(mesh.shape)], axis=1)
     low = np.zeros((len(places), len(shape)), np.int64)
     high = np.tile(np.array(shape, np.int64), (len(places), 1))
@@ -41,6 +42,7 @@ def dtensor_layout(
     for axis in sorted(range(mesh.ndim), key=strided.__getitem__):
         placement, place = placements[axis], places[:, axis]
         if placement.is_replicate():
+            # replicas hold the same elements, of which only one copy may be sent
             first &= place == 0
             continue
         if not strided[axis] and not isinstance(placement, Shard):
@@ -81,6 +83,8 @@ def _with_columns(
     first = len(shape) - 1
     while np.prod(shape[first:], dtype=np.int64) < cols:
         first -= 1
+    # `first` is the dimension that columns begin with; a shard must hold all dimensions after it
+    # completely, or its part of a row would not be one run of columns
     kernel = slice(first + 1, None)
     size = int(np.prod(shape[kernel], dtype=np.int64))
     if np.any(high[:, kernel] - low[:, kernel] < np.array(shape[kernel], np.int64)):
@@ -101,12 +105,14 @@ def _fold(
     index = np.array(list(np.ndindex(*lead)), np.int64)
     leading = slice(len(lead))
     inside = (index >= low[:, None, leading]) & (index < high[:, None, leading])
+    # a block that spans several indices of the leading dimensions becomes one box for each
     block, outer = np.nonzero(inside.all(axis=2))
     height, width = (high - low)[block, -2:].T
     boxes = Boxes.make(
         rank=rank[block],
         corner=(outer * rows + low[block, -2], low[block, -1]),
         size=(height, width),
+        # local shards are dense, so the boxes of one block follow one another in its memory
         offset=ragged_arange(np.bincount(block)) * height * width,
         stride=width,
         source=source[block],

@@ -42,11 +42,14 @@ def build_exchange(source: Boxes, sink: Boxes, rank: int, world_size: int) -> Ex
     Boxes have the same order on all ranks, so sender and receiver agree on the order of elements.
     The time is linear in the number of boxes that the rank touches.
     """
+    # Computed from the boxes of all ranks: a sender must know which receivers help themselves.
     wants = ~_self_served(source, sink, world_size)
     sends = source.source == 1
     here, there = source.rank == rank, sink.rank == rank
     packed, sent = _meet(source.take(sends & here), sink.take(wants & ~there))
     arriving, unpacked = _meet(source.take(sends & ~here), sink.take(wants & there))
+    # `all_to_all_single` splits the send buffer by receiver and the receive buffer by sender. The
+    # stable sort keeps the boxes' order for each pair of ranks, which both ends know.
     to, from_ = sent.rank.argsort(kind="stable"), arriving.rank.argsort(kind="stable")
     packed, unpacked = packed.take(to), unpacked.take(from_)
     # a piece that its rank copies locally may come from a replica that is not the source
@@ -60,6 +63,7 @@ def build_exchange(source: Boxes, sink: Boxes, rank: int, world_size: int) -> Ex
         pack=_make_copies(packed, _on_wire(packed)),
         unpack=_make_copies(_on_wire(unpacked), unpacked),
         keep=[copy for read, write in kept for copy in _make_copies(read, write)],
+        # also true on a rank that sends nothing: either all ranks of the group call it, or none
         collective=bool(wants.any()),
     )
 
@@ -67,6 +71,7 @@ def build_exchange(source: Boxes, sink: Boxes, rank: int, world_size: int) -> Ex
 def _self_served(source: Boxes, sink: Boxes, world_size: int) -> Mask:
     """Return which sink boxes are entirely within the source boxes of the same rank."""
     i, j = matching(sink.matrix * world_size + sink.rank, source.matrix * world_size + source.rank)
+    # boxes of one rank do not overlap, so the areas of intersections add up
     held = np.zeros(len(sink), np.int64)
     np.add.at(held, i, sink.take(i).clip(source.take(j)).area)
     return np.equal(held, sink.area)
@@ -95,15 +100,18 @@ def _make_copies(read: Boxes, write: Boxes) -> list[Copy]:
     """
     if not len(read):
         return []
+    # rows without gaps on both sides are one long row: a block of height 1
     flat = (read.height == 1) | ((read.stride == read.width) & (write.stride == write.width))
     size = np.where(flat, [np.ones_like(read.height), read.area], [read.height, read.width])
     strides = np.where(flat, 0, [read.stride, write.stride])
     tensors = np.stack([read.tensor, write.tensor])
     places = np.stack([read.offset, write.offset])
+    # a row that continues the one before it on both sides is merged with it
     joined = (size[0, 1:] == 1) & (size[0, :-1] == 1)
     joined &= (tensors[:, 1:] == tensors[:, :-1]).all(0)
     joined &= (places[:, 1:] == places[:, :-1] + size[1, :-1]).all(0)
     first = np.flatnonzero(np.concatenate([[True], ~joined]))
+    # a merged row is as long as its members together; blocks of several rows have only themselves
     size[1, first] = np.add.reduceat(size[1], first)
     blocks = np.concatenate([tensors, size, strides])[:, first]
     return _repeat_blocks(blocks.T.tolist(), places[:, first].T.tolist())
@@ -115,6 +123,7 @@ def _repeat_blocks(blocks: list[list[int]], places: list[list[int]]) -> list[Cop
     A block is ``[source, sink, height, width, read stride, write stride]``, a place its offsets.
     """
     steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(places)]
+    # distances must not be negative, because `as_strided` takes no such strides
     again = [
         min(step) >= 0 and a == b for step, (a, b) in zip(steps, pairwise(blocks), strict=True)
     ]

@@ -70,6 +70,8 @@ class Layout:
             corner=(start, 0) if dim == 0 else (0, start),
             size=(size, cols) if dim == 0 else (rows, size),
             offset=0,
+            # each slab is a dense matrix of its own, so the rows of a column slab are its width
+            # apart
             stride=size if dim == 1 else cols,
             source=ragged_arange(copies) == 0,
         )
@@ -109,12 +111,16 @@ class Layout:
         size = (count, self.shape[1])
         runs = Boxes.make(rank=0, corner=(start, 0), size=size, offset=0, stride=0)
         logical = np.cumsum(runs.height) - runs.height
+        # Binary search needs runs in the order of rows, and the caller's order is that of the
+        # result. A loop over runs would be slow: a fused weight has one for each head and rank.
         order = np.argsort(runs.row, kind="stable")
+        # a box meets the runs that end after its first row and begin before its last
         first = np.searchsorted(runs.bottom[order], self.boxes.row, "right")
         last = np.searchsorted(runs.row[order], self.boxes.bottom, "left")
         counts = np.maximum(last - first, 0)
         run = order[np.repeat(first, counts) + ragged_arange(counts)]
         boxes = self.boxes.take(np.repeat(np.arange(len(counts)), counts)).clip(runs.take(run))
+        # from rows of the parameter to rows of the selected matrix
         boxes = boxes.replace(ROW, boxes.row + (logical - runs.row)[run])
         return Layout((int(runs.height.sum()), self.shape[1]), boxes)
 
@@ -141,6 +147,7 @@ class Layout:
         rank, holder, start, stop = np.broadcast_arrays(
             *(np.atleast_1d(np.asarray(x, np.int64)) for x in (rank, holder, start, stop))
         )
+        # every range with every box of its holder; `_crop` drops those that do not meet
         i, j = matching(holder, self.boxes.rank)
         return Layout(self.shape, _crop(self.boxes.take(j), start[i], stop[i], rank[i]))
 
@@ -156,6 +163,7 @@ class Layout:
             ConfigurationError: If the rows of a rank's piece do not all have the same columns.
         """
         boxes = self.boxes.take(np.lexsort((self.boxes.row, self.boxes.rank)))
+        # where a rank's boxes begin; cut, because an empty layout has no first box
         new = np.concatenate([[True], boxes.rank[1:] != boxes.rank[:-1]])[: len(boxes)]
         same = (boxes.column[1:] == boxes.column[:-1]) & (boxes.width[1:] == boxes.width[:-1])
         odd = ~(same | new[1:])
@@ -164,6 +172,8 @@ class Layout:
             rule = "must hold the same columns of all its rows of a matrix to compute in place"
             raise ConfigurationError("rank", rank, rule, "Use tp_mode='exchange'")
         above = np.cumsum(boxes.height) - boxes.height
+        # heights count anew from each rank's first box; they only grow, so the maximum is the
+        # latest
         above -= np.maximum.accumulate(np.where(new, above, 0))
         boxes = boxes.replace(OFFSET, above * boxes.width).replace(STRIDE, boxes.width)
         return Layout(self.shape, boxes)
@@ -196,6 +206,7 @@ def _crop(boxes: Boxes, start: Int64Array, stop: Int64Array, rank: Int64Array) -
     top, bottom = low // boxes.stride, high // boxes.stride
     left = low - top * boxes.stride
     right = np.minimum(high - bottom * boxes.stride, boxes.width)
+    # the first whole row: `top`, unless the range begins within it
     full = top + (left > 0)
     edge = np.zeros_like(left)
 
@@ -211,8 +222,10 @@ def _crop(boxes: Boxes, start: Int64Array, stop: Int64Array, rank: Int64Array) -
 
     return Boxes.join(
         [
+            # a range within a single row ends with the range, not with the row
             part(top, full - top, left, np.where(top < bottom, boxes.width, right)),
             part(full, bottom - full, edge, boxes.width),
+            # if the range ends in the row where it begins, the first part has it already
             part(bottom, np.where(bottom < full, 0, 1), edge, right),
         ]
     )

@@ -105,6 +105,7 @@ def build_plan(
     names = [matrix.name for matrix in matrices]
     index: dict[str, int] = {}
     tensor = np.array([index.setdefault(m.stored_in, len(index)) for m in matrices], np.int64)
+    # all ranks' boxes in two tables, so that one pass checks and hashes thousands of matrices
     storage = _stack([m.storage for m in matrices], tensor)
     compute = _stack([m.compute for m in matrices], 0)
     shapes = [matrix.storage.shape for matrix in matrices]
@@ -116,10 +117,14 @@ def build_plan(
     told = [
         (m.name, m.stored_in, m.returns, m.kind, m.storage.shape, m.compute.shape) for m in matrices
     ]
+    # Ranks compare this instead of their lists, which can have megabytes. If it is equal, so are
+    # all split sizes, and no all-to-all can hang or mix up elements.
     text = repr((told, [list(map(int, wave)) for wave in waves], world_size, element_size))
     digest = hashlib.blake2b(text.encode(), digest_size=32)
     digest.update(storage.table.tobytes())
     digest.update(compute.table.tobytes())
+    # from the matrices of all ranks, not only this one's, so that ranks load a tensor in the same
+    # wave and `load` may communicate
     fresh = first_uses([matrices[i].stored_in for i in wave] for wave in waves)
     return Plan(
         rank=rank,
@@ -138,6 +143,8 @@ def _check_cover(names: Sequence[str], shapes: Sequence[tuple[int, int]], boxes:
     element that is held twice does not make up for one that is missing.
     """
     rows, cols = np.array(shapes, np.int64).reshape(-1, 2).T
+    # The weights of a box factor into rows and columns, and differences of prefix sums give them.
+    # So the check takes time linear in boxes, not in elements.
     inside = (boxes.row >= 0) & (boxes.bottom <= rows[boxes.matrix])
     inside &= (boxes.column >= 0) & (boxes.right <= cols[boxes.matrix])
     held = boxes.take(inside & (boxes.source == 1))
@@ -146,6 +153,7 @@ def _check_cover(names: Sequence[str], shapes: Sequence[tuple[int, int]], boxes:
     covered = np.zeros(len(names), np.uint64)
     np.add.at(covered, held.matrix, heights * widths)
     wrong = covered != sum_of_weights(rows) * sum_of_weights(cols)
+    # what is outside was left out of the sum, which may be right by itself
     wrong[boxes.matrix[~inside]] = True
     if wrong.any():
         bad = int(wrong.argmax())
@@ -155,6 +163,8 @@ def _check_cover(names: Sequence[str], shapes: Sequence[tuple[int, int]], boxes:
 
 def sum_of_weights(count: Int64Array) -> npt.NDArray[np.uint64]:
     """Return the sum of the first ``count`` weights modulo 2^64: a hash, which is 0 for 0."""
+    # Multiplications and shifts that spread bits, with 2^64 over the golden ratio and the constant
+    # of degski's 64-bit hash. numpy's arrays wrap around silently.
     value = count.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     value ^= value >> np.uint64(32)
     value *= np.uint64(0xD6E8FEB86659FD93)
@@ -186,9 +196,12 @@ def _plan_wave(
     )
     storage = _stack([m.storage for m in members], tensor[list(wave)])
     compute = _stack([m.compute for m in members], 0)
+    # Compute layouts begin at 0. On this rank, each matrix is at its place in the wave's stack.
+    # Offsets of other ranks are never read here, so 0 is as good as any.
     base = np.array([places.get(i, 0) for i in wave], np.int64)
     compute = compute.replace(OFFSET, compute.offset + base[compute.matrix])
     held = [m for m in members if is_stored(m.storage)]
+    # such as gradients of SOAP: they travel to owners, but no result returns in their place
     back = np.array([m.returns for m in members], bool)
     returned, results = compute.take(back[compute.matrix]), storage.take(back[storage.matrix])
     return WavePlan(
@@ -236,8 +249,10 @@ def places_of(plan: Plan) -> dict[str, tuple[int, int, int]]:
         for name in wave.tensors:
             index, size = plan.tensors[name]
             start = ways[index][0].write[-1] if ways[index] else 0
+            # all its elements in one copy to the stack, and in one copy from the same run back
             there = Copy(index, 0, (size,), (1, 0), (1, start))
             again = Copy(0, index, (size,), (1, start), (1, 0))
+            # not one that an earlier wave has loaded, whose memory is elsewhere by now
             if name in plan.loads[number] and index not in moved and ways[index] == [there, again]:
                 found[name] = (number, start, size)
     return found

@@ -36,6 +36,7 @@ type FlatT = Sequence[Tensor] | Mapping[int, Tensor]
 """Flat contiguous tensors, by the index that copies use."""
 
 
+# a torch operator, because a dry run counts operators and has no data for a kernel
 @torch.library.custom_op("megatron_eopt::copy_blocks", mutates_args=("outs",))
 def _copy_blocks(outs: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
     gpu.call("megatron_eopt.layouts.block_copies", "launch", outs[0], outs, blocks)
@@ -61,6 +62,7 @@ def run_copies(copies: Sequence[Copy], sources: FlatT, sinks: FlatT) -> None:
 
 
 def _block(tensor: Tensor, size: tuple[int, ...], place: tuple[int, ...]) -> Tensor:
+    # `as_strided` counts from the beginning of the storage, not of the tensor
     return tensor.as_strided(size, place[:-1], tensor.storage_offset() + place[-1])
 
 
@@ -69,6 +71,7 @@ def _check_agreement(group: dist.ProcessGroup | None, digest: str, name: str) ->
     if group is None or dist.get_world_size(group) == 1:
         return
     digests = gather_objects(digest, group)
+    # the minority is named, because it is more likely to be wrong
     common, _ = Counter(digests).most_common(1)[0]
     odd = [rank for rank, other in enumerate(digests) if other != common]
     if odd:
@@ -150,7 +153,8 @@ class Redistribution:
         # for each wave, the names that no later wave has
         self._last = first_uses([wave.tensors for wave in planned[::-1]])[::-1]
         self._last_out = first_uses([wave.results for wave in planned[::-1]])[::-1]
-        self._alike: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        # shape and dtype of loaded tensors, to which their results are made alike
+        self._forms: dict[str, tuple[torch.Size, torch.dtype]] = {}
         # tensors that running waves read, tensors that they write, and tensors in their places
         self._sources: dict[str, Tensor] = {}
         self._results: dict[str, Tensor] = {}
@@ -183,8 +187,11 @@ class Redistribution:
         or are in the tensors' :meth:`place` if they were loaded there.
         """
         for tensors in (self._sources, self._results, self._placed):
+            # a step that raised an error may have left some
             tensors.clear()
         waves = self.plan.waves
+        # if ranks communicate, the all-to-all itself runs beside the computation, on the back end's
+        # own stream or thread
         side = side if self._group is None else None
         coming = self._start_in(0, load) if waves else None
         leaving: _InFlight | None = None
@@ -194,9 +201,13 @@ class Redistribution:
             if side is not None:
                 side.join()
             with self._timed():
+                # without the tensors in their places, which need no copy
                 kept = [copy for copy in wave.inward.keep if copy.source in coming.stored]
                 run_copies(kept, coming.stored, [stack])
                 coming.finish(wave.inward, [stack])
+            # The next wave is sent before this one is computed, so that it travels meanwhile. Its
+            # buffers are free, since this wave has been unpacked. All ranks call collectives in
+            # this order: in 0, in 1, out 0, in 2, out 1, ... Back ends match them by order alone.
             if number + 1 < len(waves):
                 with nullcontext() if side is None else side.beside():
                     coming = self._start_in(number + 1, load)
@@ -204,8 +215,10 @@ class Redistribution:
                 shape = (len(batch.matrices), *batch.shape)
                 local = stack.narrow(0, batch.offset, math.prod(shape)).view(shape)
                 compute(WaveBatch(batch.matrices, local))
+            # the wave before has travelled meanwhile, and this one needs its buffers
             if leaving is not None:
                 self._finish_out(number - 1, leaving, store)
+            # once this returns, results are packed or copied, and the stack may be overwritten
             leaving = self._start_out(number, stack, store)
         if leaving is not None:
             self._finish_out(len(waves) - 1, leaving, store)
@@ -223,6 +236,7 @@ class Redistribution:
 
     def _is_placed(self, name: str, tensor: Tensor) -> bool:
         """Return whether a tensor is in its place."""
+        # `load` need not use a place; then the tensor is copied like any other
         place = self.place(name)
         if place is None or (place.dtype, place.numel()) != (tensor.dtype, tensor.numel()):
             return False
@@ -235,10 +249,11 @@ class Redistribution:
         tensors = {name: self._sources[name] for name in wave.tensors}
         self._placed |= {name: t for name, t in tensors.items() if self._is_placed(name, t)}
         others = {name: t for name, t in tensors.items() if name not in self._placed}
-        self._alike.update({name: (t.shape, t.dtype) for name, t in others.items()})
+        self._forms.update({name: (t.shape, t.dtype) for name, t in others.items()})
         stored = self._flat(others)
         with self._timed():
             travelling = self._start(wave.inward, "in", stored, stored)
+        # `travelling` refers to them until they are copied
         for name in self._last[number]:
             del self._sources[name]
         return travelling
@@ -249,8 +264,9 @@ class Redistribution:
         names = [name for name in wave.results if name not in placed]
         for name in names:
             if name not in self._results:
-                shape, dtype = self._alike.pop(name)
+                shape, dtype = self._forms.pop(name)
                 result = torch.empty(shape, dtype=dtype, device=self._device)
+                # padding, which no copy writes: without this it would be any memory, even nan
                 result.view(-1)[self.plan.tensors[name][1] :].zero_()
                 self._results[name] = result
         stored = self._flat({name: self._results[name] for name in names})
@@ -277,11 +293,14 @@ class Redistribution:
         recv = self._buffer(f"recv {direction}", sum(exchange.recv_sizes))
         run_copies(exchange.pack, packed, [send])
         sizes = (list(exchange.recv_sizes), list(exchange.send_sizes))
+        # also a rank with nothing to send or receive calls it, with sizes of 0
         work = dist.all_to_all_single(recv, send, *sizes, group=self._group, async_op=True)
         return _InFlight(stored, recv, work)
 
     def _buffer(self, purpose: str, elements: int, *, at_least: int = 0) -> Tensor:
-        """Return so many elements of a buffer, which has ``at_least`` a number of them."""
+        """Return the first ``elements`` of a buffer, which is made ``at_least`` so large."""
+        # Kept between steps: asking the allocator in each would cost time and fragment memory. The
+        # wave before is unpacked before its buffer is used or replaced.
         buffer, size = self.buffers.get(purpose), max(elements, at_least)
         if buffer is None or buffer.numel() < size:
             buffer = torch.empty(size, dtype=self._dtype, device=self._device)
@@ -309,5 +328,6 @@ class _InFlight:
 
     def finish(self, exchange: Exchange, sinks: FlatT) -> None:
         if self.recv is not None and self.work is not None:
+            # with NCCL only the current stream waits here, with gloo the host does
             self.work.wait()
             run_copies(exchange.unpack, [self.recv], sinks)

@@ -135,10 +135,12 @@ def choose_algorithm(
     operand = torch.bfloat16 if is_16_bit else torch.float32
     # float64 is the reference, so no precision setting changes it
     operand = dtype if dtype == torch.float64 else operand
+    # TF32 has float16's mantissa: a Gram iteration that is asked for restarts as often
     coarse = precision != "highest"
     width: Literal["float32", "16-bit"] = "16-bit" if coarse else "float32"
     restarts = _studied(width).get(schedule)
     standard = Plan("standard", (), operand)
+    # see Note [Float16 range] of newton_schulz.py; bfloat16 has too few bits for Gram matrices
     operand = torch.float16 if operand == torch.bfloat16 else operand
     if algorithm == "standard":
         return standard
@@ -149,6 +151,7 @@ def choose_algorithm(
     textbook = operand == torch.float64 or precision == "high"
     if restarts is None or textbook or (coarse and min(shape) < _SMALLEST_16_BIT):
         return standard
+    # of FLOPs, not of time, so that all machines, and a dry run, decide alike
     cost = gram_flops(*shape, len(schedule), len(restarts))
     worthwhile = cost <= _WORTHWHILE[width] * standard_flops(*shape, len(schedule))
     return Plan("gram", restarts, operand) if worthwhile else standard

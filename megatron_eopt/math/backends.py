@@ -79,8 +79,11 @@ def _emerging_optimizers() -> Backend:
             eps=eps,
             transpose=False,
         )
+        # upstream has no argument for it: it converts to bfloat16 if torch's setting is "medium"
         coarse = plan.dtype == torch.bfloat16
         with matmul_precision("medium" if coarse else None):
+            # Upstream takes only float32. It takes stacks, too, but Megatron passes single
+            # matrices, and a batched product may be summed in another order.
             return _one_by_one(lambda matrix: iterate(matrix.to(torch.float32)), wide)
 
     return Backend(compute)
@@ -155,6 +158,7 @@ def transformer_engine(group: dist.ProcessGroup | None = None) -> Backend:
     def compute(wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
         x = normalize(wide, eps, plan.dtype)
         for one in [x] if x.ndim == 2 else x.unbind(0):
+            # works in place, so `x` is the result
             module.newton_schulz_tp(one, context, len(schedule), list(schedule))
         return x
 
@@ -190,6 +194,7 @@ def automatic() -> str:
         why = f"{package} has no kernels for compute capability {capability[0]}.{capability[1]}"
     else:
         name, why = package, "its kernels support this GPU; torch computes what they do not"
+    # a fact about this machine, not about a rank, and cached, so this is logged once
     if is_rank_0():
         logger.info("muon_backend='auto' uses %s: %s (change with --muon-backend)", name, why)
     return name

@@ -68,6 +68,7 @@ def resolve_coefficients(
     triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
     schedule = _schedule(triples, steps, "cycle")
     worst = largest(schedule, _FLOAT32_ROUNDING)
+    # written so that nan is an error, too
     if not worst <= DIVERGED:
         rule = f"turns a singular value in (0, 1] into {worst:.3g} in {steps} steps: it diverges"
         hint = "Use fewer steps or other coefficients"
@@ -76,6 +77,7 @@ def resolve_coefficients(
 
 
 def _schedule(triples: tuple[Triple, ...], steps: int, mode: str) -> tuple[Triple, ...]:
+    # upstream's own rule of repetition, so that names mean the same in both packages
     return tuple(require_upstream("get_coefficient_iterator")(steps, triples, mode=mode))
 
 
@@ -84,6 +86,7 @@ def response(triples: Sequence[Triple], sigma: float) -> float:
     for a, b, c in triples:
         square = sigma * sigma
         sigma = sigma * (a + square * (b + c * square))
+        # also true for nan, which inf - inf gives
         if not abs(sigma) < _OVERFLOWS:
             return math.inf
     return sigma

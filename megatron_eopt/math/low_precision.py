@@ -56,6 +56,7 @@ def hashed[T: (int, Tensor)](value: T) -> T:
 
     The constants are those of Chris Wellons' ``lowbias32``.
     """
+    # int64 for tensors, because torch's uint32 lacks most operators; masks keep 32 bits
     value ^= value >> 16
     value *= 0x7FEB352D
     value &= _32_BITS
@@ -81,7 +82,10 @@ def rounded(values: Tensor, numbers: NumberFormat, noise: Tensor | int) -> Tenso
     magnitudes = values.abs()
     # values with a fixed spacing are shifted to where float32 without the bits has that spacing
     shift = torch.where(magnitudes < numbers.fixed_below, numbers.fixed_below, 0.0)
+    # nan becomes the one with the fewest bits set, so that adding noise cannot reach the sign bit
     bits = magnitudes.add_(shift).view(torch.int32).clamp_(max=_NAN)
+    # The sum carries into the kept bits with a probability that is the dropped fraction, so that
+    # rounding has no bias. Then the dropped bits are cleared.
     noise = noise >> (32 - numbers.dropped)
     bits += noise.to(torch.int32) if isinstance(noise, Tensor) else noise
     bits &= -1 << numbers.dropped
@@ -104,6 +108,8 @@ def scales_for(largest_bits: Tensor, numbers: NumberFormat) -> Tensor:
     # adding this carries into the exponent if the mantissa exceeds that of the format's largest
     carry = (1 << 24) - 1 - int(mantissa * (1 << 24))
     found = ((largest_bits.clamp(max=_INFINITY) + carry) >> 23) - (exponent - 1)
+    # An exponent of 0 would decode as a scale of 0. One of 255 decodes as inf: a block with inf or
+    # nan stays non-finite, whatever its codes are.
     return torch.where(largest_bits < _INFINITY, found.clamp_(min=1), 255).to(torch.uint8)
 
 
@@ -112,6 +118,7 @@ def encoded(
 ) -> Tensor:
     """Return float32 values in a format's dtype, each divided by its scale if there are scales."""
     if scales is not None:
+        # the reciprocal of 2^(s - 127); powers of two are exact, so division costs no accuracy
         values = values * _power_of_two(254 - scales.to(torch.int32))
     return rounded(values, numbers, noise).to(numbers.dtype)
 

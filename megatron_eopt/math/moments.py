@@ -58,6 +58,7 @@ def adamuon_(
     torch._foreach_mul_(moments, beta2)
     torch._foreach_addcmul_(moments, updates, updates, value=1 - beta2)
     roots = torch._foreach_sqrt(moments)
+    # of the roots, because the moments are state and stay uncorrected
     if any(divisor != 1 for divisor in divisors):
         torch._foreach_div_(roots, [divisor**0.5 for divisor in divisors])
     torch._foreach_add_(roots, eps)
@@ -82,10 +83,14 @@ def normuon_(
     """
     along = -1 if shape[0] >= shape[1] else -2
     square_sums = vector_norm(update, dim=along, keepdim=True).square_()
+    # A square matrix, cut by columns: each rank has a part of every row. Once rows are summed,
+    # every rank has all of them, and norms need no sum of their own. Otherwise ranks have whole
+    # slices, and only the norms are sums over ranks.
     if reduce is not None and update.size(along) < shape[along]:
         square_sums, reduce = reduce(square_sums), None
     moment2.lerp_(square_sums / shape[along], 1 - beta2)
     step_sizes = moment2.div(divisor).clamp_(min=eps).rsqrt_()
+    # both in one tensor: one all-reduce
     norms = torch.cat([_total(square_sums), _total(square_sums * step_sizes.square())], dim=-1)
     if reduce is not None:
         norms = reduce(norms)
@@ -111,4 +116,5 @@ def namo_(
 
 
 def _total(square_sums: Tensor) -> Tensor:
+    # in float64, so that float32 results do not depend on how ranks are cut
     return square_sums.sum(dim=(-2, -1), keepdim=True, dtype=torch.float64)

@@ -95,6 +95,7 @@ def multiply_add(
         out = _result(left, right) if out is None else out
         return products.multiply(left, right, out, add, alpha=alpha, beta=beta)
     if is_widened(left):
+        # a temporary, so the result can be written over it
         wide = None if add is None else add.float()
         total = multiply_add(left.float(), right.float(), wide, beta=beta, alpha=alpha, out=wide)
         return total.to(left.dtype) if out is None else out.copy_(total)
@@ -192,9 +193,11 @@ def normalize(
         dtype=torch.float64 if careful else torch.float32,
     )
     total = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    # squares can be added over ranks, norms cannot
     if reduce is not None:
         total = reduce(total.square_()).sqrt_()
     factor = norm / total.clamp_(min=eps)
+    # a float64 factor would make torch multiply all of `x` in float64
     if x.dtype != torch.float64:
         factor = factor.to(torch.float32)
     return torch.mul(x, factor[..., None, None], out=out)
@@ -228,6 +231,7 @@ def iterate_standard(
     on_diagonal = x.dtype == torch.float16
     for step, (a, b, c) in enumerate(triples):
         wide, diagonal = x.mT if tall else x, a if on_diagonal else 0.0
+        # summed before the polynomial, which is not linear in it
         square = _reduced(symmetric(wide, wide.mT, out=square), reduce)
         if team is None:
             numbers = {"beta": b, "alpha": c, "diagonal": diagonal}
@@ -241,6 +245,7 @@ def iterate_standard(
         if last is not None and step + 1 == len(triples):
             return last(left, right)
         multiply_add(left, right, None if on_diagonal else x, beta=a, out=spare)
+        # a product cannot overwrite its own operand, so iterates alternate
         x, spare = spare, x
     return x
 
@@ -261,6 +266,7 @@ def rescaled(triples: Sequence[Triple], scale: float) -> tuple[tuple[Triple, ...
         # the power of two that keeps the multiple nearest to the first one
         power = math.copysign(2.0 ** round(math.log2(abs(a) * begin / scale)), a) if a else 0.0
         change = power / a if a else 1.0
+        # if X is `scale` times as large, A is scale^2 and A^2 scale^4 times as large
         found.append((power, change * b / scale**2, change * c / scale**4))
         scale *= change
     return tuple(found), scale
@@ -278,6 +284,7 @@ def accumulate(a: Tensor, triples: Sequence[Triple], team: Team | None = None) -
         mine, last = _rows_of(a, team), step + 1 == len(triples)
         polynomial = multiply_add(mine, a, mine, beta=second, alpha=third)
         polynomial.diagonal(first_row, -2, -1).add_(first)
+        # a rank's rows of P, times the whole Q, are its rows of the new Q
         if q is not None:
             q = _gathered(multiply_add(polynomial, q), team)
         if q is None or not last:
@@ -352,6 +359,7 @@ def iterate_gram(
 
 
 def _team(reduce: ReduceT | None) -> Team | None:
+    # by attribute, since `reduce` may be any function that sums
     return cast(Team, reduce) if hasattr(reduce, "gather") else None
 
 

@@ -34,6 +34,7 @@ def sums_of_squares(x: Tensor) -> Tensor:
     than 1e5. So norms have the same bits, however matrices are cut into parts.
     """
     size = x.shape[-2] * x.shape[-1]
+    # whole blocks, because the kernel masks what is beyond the matrix, not beyond the chunk
     chunk = -(-size // (_MOST_PARTS * _BLOCK)) * _BLOCK
     found: Tensor = torch.ops.megatron_eopt.sums_of_squares(x, max(chunk, 4 * _BLOCK))
     return found
@@ -64,6 +65,7 @@ def _divide(x: Tensor, squares: Tensor, eps: float, norm: float, out: Tensor) ->
     gpu.call(_KERNELS, "launch_division", x, x, squares, eps, norm, out, _BLOCK)
 
 
+# for every device, because `serves` has chosen already
 _library.impl("sums_of_squares", _sum, "CompositeExplicitAutograd")
 _library.impl("divide_by_norms", _divide, "CompositeExplicitAutograd")
 torch.library.register_fake("megatron_eopt::sums_of_squares", _no_sums, lib=_library)

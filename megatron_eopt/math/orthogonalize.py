@@ -105,6 +105,7 @@ class Orthogonalization:
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, get_args(PrecisionT))
         check_number("eps", self.eps, at_least=SMALLEST_EPS)
+        # for its checks, so that a wrong mode is an error before the first step
         scale_factor(1, 1, self.scale_mode, self.extra_scale_factor)
         schedule = resolve_coefficients(self.coefficients, self.steps)
         # the packages that ``auto`` can pick compute in 16 bits only
@@ -147,12 +148,15 @@ class Orthogonalization:
             raise ConfigurationError("x", tuple(x.shape), rule + "orthogonalized", hint)
         shape = (x.shape[-2], x.shape[-1]) if whole_shape is None else whole_shape
         other = self._other
+        # The packages compute whole matrices in 16 bits. `auto` must not be less accurate than our
+        # own iteration, and a backend chosen by name is used as it is.
         if self.backend == "auto" and (reduce or not is_studied(shape, self._schedule)):
             other = None
         algorithm = self.algorithm if other is None else self._chosen
         plan = choose_algorithm(shape, x.dtype, self.precision, self._schedule, algorithm)
         transposed = shape[0] > shape[1]
         wide = x.mT if transposed else x
+        # kernels and `baddbmm` take one batch dimension
         if x.ndim > 3:
             wide = wide.flatten(0, -3)
         factors = scale if isinstance(scale, tuple) else (scale,)
@@ -171,11 +175,13 @@ class Orthogonalization:
                 raise ConfigurationError("backend", self.backend, rule, hint)
         result = result.to(x.dtype)
         result = (result.mT if transposed else result).reshape(x.shape)
+        # one after the other, as upstream rounds after each; our iteration has applied them already
         for factor in factors if other else ():
             if factor != 1.0:
                 result = result * factor
         if not in_place:
             return result
+        # not `is`: the result may be another view of the same memory
         return x if address_of(result) == address_of(x) else x.copy_(result)
 
     @property
@@ -215,6 +221,8 @@ class Orthogonalization:
         With ``reduce``, ranks share the long side of matrices of this ``shape``. A batch of one is
         computed as a 2-D matrix. ``squares`` ``(batch, parts)`` are sums of squares, if known.
         """
+        # without `reduce` the stack has whole matrices, whose shape is its own; pieces in blockwise
+        # mode, too
         whole_shape = None if reduce is None else shape
         if len(stack) == 1:
             stack, squares = stack[0], None if squares is None else squares[0]
@@ -246,6 +254,7 @@ def _iterate(
     if out is not None:
         out = out.mT if tall else out
         if out.dtype.itemsize == plan.dtype.itemsize and out.is_contiguous():
+            # another dtype of the same width: iterates use the caller's memory as they please
             place = out.view(plan.dtype)
     # iterates alternate between two buffers, and the last one must be in `place`
     first, spare = (None, place) if plan.products(len(schedule)) % 2 else (place, None)
@@ -271,6 +280,7 @@ def _iterate(
         if not _WITHIN_FLOAT16[0] <= abs(factor / scale) <= _WITHIN_FLOAT16[1]:
             # a 1-D factor makes the product float32 before it is rounded
             last = torch.full((1,), factor / scale, dtype=torch.float32, device=x.device)
+        # `out` may be the memory of `x`, read as another dtype; element by element that is safe
         x = torch.mul(x, last, out=torch.empty_like(x, dtype=wide.dtype) if place is None else out)
     return x.mT if tall else x
 

@@ -21,6 +21,7 @@ from torch.optim.adam import adam
 
 from megatron_eopt.base import gpu
 
+# torch allows one DEF for a namespace; other modules add to it by FRAGMENT
 _library: Any = torch.library.Library("megatron_eopt", "DEF")  # type: ignore[no-untyped-call]
 _NAMES = {
     "mix": (
@@ -85,6 +86,7 @@ def mix_(
     decayed = weights if how.decay else [None] * len(weights)
     for lists in _alike(momenta, outs, grads, decayed, sums or [None] * len(weights)):
         if _is_served(lists[:-1]):
+            # without Nesterov, an interpolation that goes all the way to the momentum
             numbers = (1 - how.momentum, how.momentum if how.nesterov else 1.0, how.decay)
             torch.ops.megatron_eopt.mix(*lists, coefficient, numbers)
         else:
@@ -101,13 +103,16 @@ def empty_sums(direction: Tensor) -> Tensor | None:
 def _mix(lists: Sequence[list[Tensor]], coefficient: Tensor | None, how: MomentumMixing) -> None:
     momenta, outs, grads, weights = lists
     if coefficient is not None:
+        # reads a number of the device, so here, without our kernels, a GPU's host waits
         if math.isnan(coefficient):
             return
         grads = list(torch._foreach_mul(grads, float(coefficient)))
     if weights:
         grads = list(torch._foreach_add(grads, weights, alpha=how.decay))
+    # `lerp` takes equal dtypes only
     grads = [grad.to(kept.dtype) for grad, kept in zip(grads, momenta, strict=True)]
     torch._foreach_lerp_(momenta, grads, 1 - how.momentum)
+    # no outs: the momenta themselves are the directions
     for out, grad, kept in zip(outs, grads, momenta, strict=False):
         if how.nesterov:
             torch.lerp(grad, kept, how.momentum, out=out.view(grad.shape))
@@ -163,6 +168,7 @@ def adam_(
     has the largest second moments of AMSGrad.
     """
     (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+    # what the kernel does not know is left to torch
     is_plain = not (largest or group["maximize"] or isinstance(lr, Tensor))
     every = (*lists, largest or [None] * len(lists[0]))
     columns = zip(*map(_in_memory_order, zip(*every, strict=True)), strict=True)
@@ -171,9 +177,12 @@ def adam_(
             _adam(part, most, coefficient, group)
             continue
         one = torch.ones_like(part[-1][0])
+        # nan is unequal to itself: a skipped step counts 0, which only the device knows yet
         done = one if coefficient is None else (coefficient == coefficient).float()
         torch._foreach_add_(part[-1], [done] * len(part[-1]))
+        # 0.0 - x and not -x: without decay this is +0, which keeps the signs of zeros
         decays = (0.0 - lr * decay, 0.0) if group["decoupled_weight_decay"] else (0.0, decay)
+        # computed in Python's float64; the kernel gets them as float32
         mixing = (1 - beta1, 1 - beta2, _log2(beta1), _log2(beta2))
         numbers = (lr, *decays, *mixing, group["eps"])
         torch.ops.megatron_eopt.adam(*part, coefficient, numbers)

@@ -43,10 +43,12 @@ def matmul_precision(
         cuda.allow_fp16_reduced_precision_reduction = False
         torch.set_float32_matmul_precision(precision or _old_name(effective))
         if precision is None:
+            # the old setting has just overwritten these
             for backend, value in effective.items():
                 _set(backend, _PRODUCTS, value)
         yield
     finally:
+        # the old setting first, because it also sets the new ones
         torch.set_float32_matmul_precision(old)
         cuda.allow_fp16_reduced_precision_reduction = sums_in_half
         for backend, value in own.items():

@@ -68,6 +68,7 @@ def _multiply(
     if symmetric and _quack_serves(left, right, out):
         quack = import_module("quack.gemm_interface")
         quack.gemm_symmetric_out(left, right, out, add, alpha=alpha, beta=beta)
+        # our kernel adds it by itself, quack's does not
         if diagonal:
             out.diagonal(0, -2, -1).add_(diagonal)
         return

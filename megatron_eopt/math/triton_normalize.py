@@ -25,6 +25,7 @@ def _divide(x, sums, out, numbers, size, parts, widths: tl.constexpr):
     each = tl.arange(0, widths[0])
     squares = tl.load(sums + matrix * parts + each, mask=each < parts, other=0.0)
     old = tl.sqrt(tl.sum(squares.to(tl.float64)))
+    # by default Triton's maximum drops nan, which would turn a broken gradient into numbers
     old = tl.maximum(old, tl.full((), numbers[0], tl.float64), propagate_nan=tl.PropagateNan.ALL)
     factor = (numbers[1] / old).to(tl.float32)
     places = tl.program_id(0).to(tl.int64) * widths[1] + tl.arange(0, widths[1])

@@ -38,6 +38,7 @@ def _place(programs, table, coefficient, aligned: tl.constexpr):
     size = tl.load(table + number)
     if coefficient is not None:
         factor = tl.load(coefficient)
+        # nan differs from itself; with a size of 0 the mask is empty, and nothing is written
         size = tl.where(factor == factor, size, 0)
     if aligned:
         size = tl.multiple_of(size, 16)
@@ -85,6 +86,7 @@ def mix(programs, table, count, coefficient, numbers, dtypes: tl.constexpr, alig
     if dtypes[3] is not None:
         weight = tl.load(_at(table, 4 * count, number, dtypes[3], aligned) + places, mask=mask)
         grad = tl.fma(weight.to(tl.float32), numbers[2], grad)
+        # as torch: a sum of two bfloat16 tensors is rounded, one of bfloat16 and float32 is float32
         if dtypes[3] == dtypes[2]:
             grad = grad.to(dtypes[2])
     grad = grad.to(dtypes[0]).to(tl.float32)
@@ -94,6 +96,7 @@ def mix(programs, table, count, coefficient, numbers, dtypes: tl.constexpr, alig
         found = _lerp(grad, mixed.to(tl.float32), numbers[1]).to(dtypes[0]).to(dtypes[1])
         tl.store(_at(table, 2 * count, number, dtypes[1], aligned) + places, found, mask=mask)
         if dtypes[4] is not None:
+            # of the direction as it was rounded, since that is what will be divided by its norm
             value = tl.where(mask, found.to(tl.float64), 0.0)
             sums = _at(table, 5 * count, number, dtypes[4], False)
             block = tl.load(programs + tl.num_programs(0) + tl.program_id(0))
@@ -109,6 +112,7 @@ def update(
     weights = _at(table, count, number, dtypes[0], aligned) + places
     step = tl.load(_at(table, 3 * count, number, dtypes[2], aligned) + places, mask=mask)
     if dtypes[2].primitive_bitwidth >= dtypes[0].primitive_bitwidth:
+        # a wider update is rounded first, as torch's passes do; a narrower one is exact in float32
         step = step.to(dtypes[0])
     weight = tl.load(weights, mask=mask).to(tl.float32)
     weight = tl.fma(weight, numbers[0], weight).to(dtypes[0]).to(tl.float32)

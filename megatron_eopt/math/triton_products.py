@@ -84,6 +84,8 @@ def _multiply(
     mirror = out + batch * out_batch
     mirror += tl.trans(columns).to(tl.int64) * out_row + tl.trans(rows) * out_column
     if tile_row == tile_column:
+        # a tile on the diagonal also mirrors its lower half: its own upper half may differ in
+        # rounding
         within = rows < m
         tl.store(place, value, mask=within & (rows >= columns))
         tl.store(mirror, tl.trans(value), mask=tl.trans(within & (rows > columns)))

@@ -49,6 +49,7 @@ def local_shape(split: Split, tp_size: int = 1, partition_dim: int = -1) -> tupl
     if partition_dim == -1:
         return split.shape
     cut = split.rows if partition_dim == 0 else split.cols
+    # sections cut outputs; a transposed weight's rows are inputs
     in_sections = partition_dim == 0 and not split.transposed
     sizes = [section.rows for section in split.sections] if in_sections else [cut]
     if any(size % tp_size for size in sizes):
@@ -57,6 +58,7 @@ def local_shape(split: Split, tp_size: int = 1, partition_dim: int = -1) -> tupl
         rule = f"must divide the {what} of a weight of shape {split.shape}"
         raise ConfigurationError("tp_size", tp_size, rule, "Choose another tensor-parallel size")
     shape = list(split.shape)
+    # counted from the end, because experts come first
     shape[partition_dim - 2] //= tp_size
     return tuple(shape)
 
@@ -90,6 +92,8 @@ def matrix_rows(
         blocks = local.reshape(split.experts, section.blocks, section.period)
         offset = 0
         for field in section.fields:
+            # the field's rows of all experts and blocks, one below another: that is its part; cut
+            # into units, it is a stack of matrices
             stack = blocks[..., offset : offset + field.rows]
             stack = stack.reshape(-1, field.unit or field.rows * section.blocks)
             matrices += [RowRuns(*_runs(rows), first_col, width, split.cols) for rows in stack]

@@ -238,6 +238,7 @@ def periodic(
         ConfigurationError: If the rows are not a multiple of the pattern.
     """
     fields, shape = _fields(lengths, units), checked_shape(shape)
+    # at least one, so that a weight that is too small raises Split's error, which names its rows
     blocks = max(shape[-2] // sum(field.rows for field in fields), 1) if fields else 1
     return Split(kind, shape, (Section(fields, blocks),))
 
@@ -287,6 +288,7 @@ def gated(shape: tuple[int, ...], *, interleave: int | None = None) -> Split:
     """
     if interleave is not None:
         return periodic("gated", shape, {"gate": interleave, "up": interleave})
+    # an odd number of rows raises Split's error
     half = checked_shape(shape)[-2] // 2
     return side_by_side("gated", shape, {"gate": half, "up": half})
 

@@ -80,6 +80,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         check_number("eps", eps, above=0)
         if bias_correction:
             self._refuse_own_way("bias_correction", bias_correction)
+        # attributes of emerging-optimizers' AdaptiveMuon, whose constructor is not called
         self.moment2_method: Moment2MethodT = moment2_method
         self.scale_mode, self.extra_scale_factor = scale_mode, extra_scale_factor
         self.bias_correction = bias_correction
@@ -123,6 +124,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
 
     @property
     def _stack_dtype(self) -> torch.dtype:
+        # statistics are taken of the factors in the stack, which bfloat16 would round
         return torch.float32
 
     def _orthogonalize_stack(

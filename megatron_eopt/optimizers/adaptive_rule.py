@@ -39,8 +39,10 @@ from megatron_eopt.storage.shard import Shard
 
 
 class AdaptiveMuonRule(MuonRule):
-    """Drives adaptive Muon; see Note [Where statistics live]."""
+    """Adaptive Muon as an update rule; see Note [Where statistics live]."""
 
+    # statistics are written without asking the coefficient, so a step must not begin before the
+    # host knows that it is not skipped
     folds_clipping = False
 
     def __init__(
@@ -59,7 +61,7 @@ class AdaptiveMuonRule(MuonRule):
         self._lasting: list[Tensor] = []  # index tensors, which live between steps
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield the tensors that live between steps besides weights and state."""
+        """Yield the tensors that stay in memory between steps, other than weights and state."""
         yield from super().buffers()
         yield from self._lasting
 
@@ -122,6 +124,7 @@ class AdaMuonRule(AdaptiveMuonRule):
             mine = [updates[item.number] for item in run]
             # fp16 would round eps and the squares of small updates to 0
             wide = [u.float() if u.dtype.itemsize == 2 else u for u in mine]
+            # one dtype for each pair; what was converted is copied back below
             exact = [m.to(u.dtype) for m, u in zip(moments, wide, strict=True)]
             adamuon_(wide, exact, beta2, eps, [self._divisor(item, beta2) for item in run])
             for kept, computed in ((mine, wide), (moments, exact)):
@@ -133,6 +136,7 @@ class AdaMuonRule(AdaptiveMuonRule):
             factors = [self._scales[number][0] for number in uniform]
             torch._foreach_mul_([updates[number] for number in uniform], factors)
         for number in self._stored.keys() & numbers:
+            # Q, K and V have other shapes, and so other scales, within one tensor
             self._stored[number].multiply_(updates[number], self._scales[number])
         super()._apply(stepped, updates)
 
@@ -189,15 +193,20 @@ class MatrixMomentRule(AdaptiveMuonRule):
         corrected, device = self.optimizer.bias_correction, self.engine.device
         everything = torch.zeros(sum(self._sizes), device=device)
         if corrected:
+            # on the host, as `MuonRule.init` keeps counts there; then one copy to the device
             counts = torch.zeros(len(mine))
             for number, item in stepped.items():
                 counts[number] = item.state[STEP]
             everything = torch.cat([everything, counts.to(device)])
+        # views: the copy and the all-reduce below fill both parts
         self._flat, steps = everything.tensor_split([sum(self._sizes)])
         if stepped:
             torch._foreach_copy_(*self._pairs(stepped))
-        self._agree(everything)
+        # a rank that computes a matrix may store none of the parameter, and gets its statistics
+        # here
+        self._reduce_max(everything)
         if corrected:
+            # in float64, because 1 - beta2^step cancels in the first steps
             decays = torch.tensor([beta2 for beta2, _ in self._coefficients], dtype=torch.float64)
             # parameters without a gradient have step 0, and are not updated
             self._divisors = 1 - decays.to(device) ** steps.double().clamp(min=1)
@@ -218,7 +227,7 @@ class MatrixMomentRule(AdaptiveMuonRule):
         kept = [item.state[MOMENT2] for item in stepped.values()]
         return [parts[n].view_as(k) for n, k in zip(stepped, kept, strict=True)], kept
 
-    def _agree(self, values: Tensor) -> None:
+    def _reduce_max(self, values: Tensor) -> None:
         if self.engine.sharing is not None:
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self.engine.sharing)
 
@@ -263,14 +272,16 @@ class NorMuonRule(MatrixMomentRule):
             divisor = self._divisors_of(owners[first:last])
             if isinstance(divisor, Tensor):
                 divisor = divisor.view(-1, 1, 1).to(moments.dtype)
+            # as (outputs, inputs), the shape that `normuon_` is told
             batch = stack[first:last].mT if turned else stack[first:last]
             normuon_(batch, moments, beta2, eps, divisor, shape=out_in, reduce=reduce)
+            # other places stay 0, which the maximum over ranks in `_end` passes over
             self._new[places] = moments.view_as(places)
         stack.mul_(self.optimizer.orthogonalization.scale(out_in))
 
     def _end(self, stepped: Mapping[int, Stepped]) -> None:
         """Share the new statistics with all ranks, and write them to the states."""
-        self._agree(self._new)
+        self._reduce_max(self._new)
         self._flat = self._new
         super()._end(stepped)
 
@@ -288,6 +299,7 @@ class NamoRule(MatrixMomentRule):
         """Also compute the factor of each matrix in the wave, the same on all ranks."""
         found = super()._inputs(wave, stepped)
         arrived = self.engine.arrivals[wave]
+        # no collective then, on any rank: arrivals are the same
         if not arrived:
             return found
         mine = {}
@@ -297,6 +309,7 @@ class NamoRule(MatrixMomentRule):
             mine[number] = sums_of(item.param.grad), sums_of(found[number])
         moments = torch.split(self._flat, self._sizes)
         for number, both in self._sums.totals(arrived, mine, kinds=2).items():
+            # the square of a large norm overflows float32; clamped below, it cannot stay inf
             running = moments[number].double()
             settings = *self._coefficients[number], self._divisors_of([number])
             self._factors[number] = namo_(running, both[0], both[1], *settings)
@@ -330,6 +343,7 @@ def _held(layout: Layout, rank: int, statistic: tuple[int, ...]) -> Int64Array:
     """Return the rows (or columns) of a matrix that a rank holds, in local order; int64."""
     dim = 0 if statistic[1] == 1 else 1
     found = np.zeros((layout.local_shape(rank) or (0, 0))[dim], np.int64)
+    # the table's columns ROW to STRIDE
     for row, column, height, width, offset, stride in layout.piece(rank).table[:, 1:7].tolist():
         first, length = ((row, height), (column, width))[dim]
         at = (offset // stride, offset % stride)[dim]

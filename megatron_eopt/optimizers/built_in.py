@@ -33,6 +33,7 @@ from megatron_eopt.optimizers.update_rule import empty_states, zeros
 
 _ELEMENT_WISE = frozenset({"lion", "laprop"})
 
+# optimizers that draw random numbers in a step
 _DRAWS = frozenset({"psgd_pro"})
 
 _FACTORY_FIELDS = frozenset(
@@ -108,6 +109,7 @@ for _name, _cls in (("muon", TensorParallelMuon), ("adaptive_muon", TensorParall
         consumes=_FACTORY_FIELDS | _OF_MUON[_name],
         state_meanings=_MEANINGS.get(_name, _MOMENTUM),
     )
+# emerging-optimizers has `muon` and `adaptive_muon`, too; those above take precedence
 for _name in emerging_registry.get_optimizer_name_list():
     if not is_registered(_name):
         _cls = emerging_registry.get_optimizer_cls(_name)

@@ -23,6 +23,7 @@ class ChainLink:
     def groups_of(self, update_rule: UpdateRule) -> list[ParamGroup]:
         """Return the parameter groups that an update rule updates, as schedulers see them."""
         optimizer = self.storage.optimizer
+        # any other optimizer has one update rule, for all of its groups
         if isinstance(optimizer, CompositeOptimizer):
             return optimizer.groups_of(update_rule)
         groups: list[ParamGroup] = optimizer.param_groups

@@ -37,7 +37,10 @@ _MAY_BE_YOUNGER = MAXIMA | {MOMENT2}
 
 @dataclass(frozen=True)
 class Policy:
-    """What may differ: ``fresh`` keys may be missing; momentum may be Adam's first moment."""
+    """What a load accepts: state with ``fresh`` keys may be missing, and then starts fresh.
+
+    With ``momentum_from_adam``, Muon's momentum may start as Adam's first moment.
+    """
 
     fresh: frozenset[str] = frozenset()
     momentum_from_adam: bool = False
@@ -124,6 +127,8 @@ def continuation_of(
     # state that has the right meaning and another shape is missing, not another optimizer's
     is_anothers = not any(candidates.values()) and reader.name not in saved.optimizers
     fresh: set[str] = set()
+    # an optimizer was changed on purpose, so nobody needs to name its state; a checkpoint without
+    # any state of the parameter is not such a case
     if lacking and saved.keys and is_anothers:
         fresh = lacking
     elif lacking <= policy.fresh:
@@ -143,6 +148,7 @@ def _candidates(key: str, reader: Reader, saved: SavedState, policy: Policy) -> 
     elif wanted == SUM and saved.means(key, MEAN) and reader.momentum is not None:
         found.append(Origin(key, 1 / (1 - reader.momentum)))
     if key == MOMENTUM and policy.momentum_from_adam and FIRST_MOMENT in saved.keys:
+        # a sum is the mean over 1 - momentum, if gradients hardly change
         factor = {MEAN: 1.0, SUM: 1 / (1 - (reader.momentum or 0.0))}.get(wanted)
         # a checkpoint that names no optimizer is taken for Adam's, as the user says
         if factor is not None and (not saved.optimizers or saved.means(FIRST_MOMENT, MEAN)):

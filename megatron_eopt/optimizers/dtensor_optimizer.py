@@ -134,6 +134,7 @@ class DTensorOptimizer(CompositeOptimizer):
         shards = {p: _stepped(local_of(p).detach()) for p in self._params[update_rule]}
         state: State = defaultdict(dict)
         for param, shard in shards.items():
+            # keyed by the local tensors, because update rules look state up by what they step
             state[shard] = {key: _real(local_of(v)) for key, v in self.state[param].items()}
             if param.grad is not None:
                 shard.grad = _grad(param, shard.dtype, self.names[param])
@@ -144,10 +145,12 @@ class DTensorOptimizer(CompositeOptimizer):
         yield groups, state
         for param, shard in shards.items():
             local = local_of(param)
+            # only what was a copy has to be stored; without a gradient it has not changed
             if _is_rounded(local) and param.grad is not None:
                 local.copy_(shard)
             self._keep(update_rule, param, state[shard])
         for outer, group in zip(super().groups_of(update_rule), groups, strict=True):
+            # some optimizers count steps in their groups, which are copies here
             outer.update({key: value for key, value in group.items() if key != "params"})
 
     @torch.no_grad()
@@ -170,6 +173,8 @@ class DTensorOptimizer(CompositeOptimizer):
         check_may_step(self)
         if self.frozen is not None:
             self.frozen.warn()
+        # parameters may have been moved between groups, or replaced by `follow`, since the last
+        # step
         self._attach()
         observer = self._observer if self.collects_stats else None
         with observer.collecting() if observer else nullcontext(), matmul_precision():
@@ -221,6 +226,8 @@ class DTensorOptimizer(CompositeOptimizer):
                 missing, belongs to another optimizer, or does not fit.
         """
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+        # torch's `load_state_dict` would run the hooks, but also convert state to the parameter's
+        # dtype
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         self.allocate_for_load()
@@ -237,6 +244,8 @@ class DTensorOptimizer(CompositeOptimizer):
         for update_rule in self.update_rules:
             owned = self._owned.get(update_rule)
             with self.groups_and_state(update_rule) as (groups, state):
+                # Rounded momentum has another form in state dicts. `take` creates that one, once no
+                # check can fail any more.
                 if getattr(update_rule, "rounding", None) is None:
                     update_rule.allocate_for_load(groups, state)
                 entries = [] if owned is None else owned.entries(groups, state)
@@ -350,6 +359,7 @@ class DTensorOptimizer(CompositeOptimizer):
         """Store new state, as DTensors where it is sharded like the parameter."""
         kept = self.state[param]
         for key, value in state.items():
+            # a tensor that was changed in place is in its DTensor already
             if not (key in kept and local_of(kept[key]) is value):
                 cut = update_rule.is_sharded_like_param(key, value)
                 kept[key] = shard_like(param, _stored(param, value)) if cut else value
@@ -386,6 +396,8 @@ def _grad(param: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         raise sparse_gradient(f"gradient of {name}", grad.layout)
     placements = getattr(param, "placements", None)
     if isinstance(grad, DTensor) and grad.placements != placements:
+        # such as gradients that are not reduced yet (Partial); collective, and all ranks have the
+        # same placements
         grad = grad.redistribute(placements=placements)
     return _real(local_of(grad)).to(dtype)  # type: ignore[no-any-return]
 

@@ -24,6 +24,7 @@ from megatron_eopt.optimizers.update_rule import (
 from megatron_eopt.storage.interface import model_copy_of
 from megatron_eopt.storage.shard import Ranks
 
+# packages whose fused Adam has one step count for each group, not one for each parameter
 _COUNT_IN_GROUPS = ("transformer_engine", "apex")
 
 
@@ -37,6 +38,8 @@ class _InOnePass(torch.optim.Adam):
         """Update all parameters; return the closure's loss."""
         loss = loss_of(closure)
         for group in self.param_groups:
+            # in the order in which torch's `_init_group` fills them: parameters, gradients, both
+            # moments, maxima, step counts
             found: list[list[Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *found)  # type: ignore[no-untyped-call]
             params, grads, firsts, seconds, largest, steps = found
@@ -54,7 +57,7 @@ class AdamW(_InOnePass, torch.optim.AdamW):
 
 
 class ElementWiseRule(UpdateRule):
-    """Drives Adam, SGD, Lion and similar optimizers on any shards of the parameters.
+    """Runs Adam, SGD, Lion and similar optimizers on any shards of the parameters.
 
     ``init_state_fn(optimizer, config)`` creates their state; it may be None.
     """
@@ -83,6 +86,7 @@ class ElementWiseRule(UpdateRule):
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create the state of every tensor, each with its own step counter."""
+        # a torch optimizer steps its own groups and state; here it gets the storage's
         with bound(self._optimizer, groups, state) as optimizer:
             if self._init_state_fn is not None:
                 self._init_state_fn(optimizer, self._config)
@@ -141,7 +145,7 @@ class ElementWiseRule(UpdateRule):
 
 
 class LocalShardRule(ElementWiseRule):
-    """Drives any other optimizer on whole parameters, or on each tensor-parallel slab separately.
+    """Runs any other optimizer on whole parameters, or on each tensor-parallel slab separately.
 
     ``ranks`` has, for each parameter, the ranks that store its slabs.
     """

@@ -44,7 +44,7 @@ class EngineConfig:
     # most ranks that share a matrix in exchange mode; 1 to share none
     max_ranks_per_matrix: int = 1
     windows: tuple[int, ...] = ()  # index of the engine that computes each shard; () for one
-    grows: bool = False  # whether waves may exceed that where nothing is sent
+    grows: bool = False  # whether waves may exceed ``matrix_buffer_mb`` where nothing is sent
 
     @property
     def wave_bytes(self) -> int:
@@ -69,7 +69,8 @@ class MatrixEngine:
         sharded the way they compute.
 
     All ranks of a group store all shards and list them in the same order. An engine that runs after
-    another one, ``before``, balances the work of both and shares its buffers.
+    another one, ``before``, balances the work of both and shares its buffers. ``update`` is that of
+    a rule, such as ``MuonRule._update``.
 
     Attributes:
         names: Name of every logical matrix.
@@ -111,11 +112,13 @@ class MatrixEngine:
         self.first = [0, *accumulate(len(shard.layouts) for shard in shards)]
         wave_bytes = engine_config.wave_bytes
         if engine_config.grows and self.ranks.size == 1:
+            # where nothing is sent, larger waves cost memory only, and batches need fewer kernels
             elements = sum(math.prod(layout.shape) for layout in layouts)
             share = int(SHARE_OF_A_WAVE * elements * engine_config.dtype.itemsize)
             wave_bytes = max(wave_bytes, share)
         self.work: Work = plan_work(
             layouts,
+            # else every engine would give its most expensive matrix to rank 0
             self.ranks.size if before is None else before.busy,
             engine_config.mode,
             wave_bytes,
@@ -123,6 +126,7 @@ class MatrixEngine:
             max_ranks_per_matrix=engine_config.max_ranks_per_matrix,
             element_size=engine_config.dtype.itemsize,
         )
+        # the empty team stands for the whole group, which shares the matrices of "distributed"
         sums = _sums_of({item.team for item in self.work.matrices}, self.ranks)
         self._reduce_of: list[ReduceT | None] = [
             sums.get(item.team) if item.team or item.shared else None for item in self.work.matrices
@@ -152,6 +156,7 @@ class MatrixEngine:
         self.busy: Float64Array = np.array(self.schedule.loads)
         if before is not None:
             self.busy += before.busy
+            # engines run one after the other, so the largest needs of all are enough
             self.redistribution.buffers = before.redistribution.buffers
         self.arrivals: list[list[int]] = first_uses(
             sorted({shard_of[matrix] for matrix in wave}) for wave in self.work.waves
@@ -191,6 +196,7 @@ class MatrixEngine:
         results: dict[str, Tensor] = {}
         self.run(lambda _, wanted: {name: inputs[name] for name in wanted}, results.update)
         return [
+            # a rank that stores nothing of a shard gets no result for it
             results[name] if name in results else torch.zeros_like(d, dtype=torch.float32)
             for name, d in zip(names, directions, strict=True)
         ]
@@ -201,9 +207,12 @@ class MatrixEngine:
         self._update(stack, (matrix,), None, (rows, cols))
 
     def _compute(self, batch: WaveBatch) -> None:
+        # Skipped matrices were computed before the step (spot_checks.py), which also puts in their
+        # updates. Runs of neighbours are views of the stack, others would be copies.
         computed = [matrix not in self.skipped for matrix in batch.matrices]
         for is_computed, places in groupby(range(len(computed)), computed.__getitem__):
             if is_computed:
+                # twice, so that a run of one has a first and a last, too
                 first, *_, last = (*places,) * 2
                 matrices = batch.matrices[first : last + 1]
                 self._compute_stack(WaveBatch(matrices, batch.tensor[first : last + 1]))
@@ -229,6 +238,7 @@ class _Sum:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Sum one tensor."""
+        # not asynchronous, because the next product needs the sum
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
@@ -242,6 +252,7 @@ class _Team(_Sum):
 
     def rows(self, m: int) -> tuple[int, int]:
         """Return the first of ``m`` rows that this rank computes, and one past its last."""
+        # no row is left over, because `teams._cost` allows only sizes that divide
         height = m // self._size
         return self._rank * height, (self._rank + 1) * height
 
@@ -249,6 +260,7 @@ class _Team(_Sum):
         """Return whole matrices, gathered from all ranks' rows."""
         rows = block.new_empty(self._size * block.numel())
         dist.all_gather_into_tensor(rows, block.flatten(), group=self._group)
+        # the collective puts ranks outermost; in a batch, each matrix's rows belong together
         by_rank = rows.view(self._size, *block.shape)
         return by_rank.movedim(0, -3).reshape(*block.shape[:-2], -1, block.shape[-1])
 

@@ -50,7 +50,7 @@ class HostMemory:
     Args:
         params: Tensors whose state is kept there.
         weights: Those of ``params`` that are kept there themselves.
-        place: How they are copied to the device.
+        settings: How they are copied to the device.
         is_kept: Whether a state value ``(kind, value)`` is kept there; by default all are.
     """
 
@@ -58,15 +58,15 @@ class HostMemory:
         self,
         params: Iterable[Tensor] = (),
         weights: Iterable[Tensor] = (),
-        place: OffloadSettings | None = None,
+        settings: OffloadSettings | None = None,
         is_kept: Callable[[str, Any], bool] | None = None,
     ) -> None:
-        place = place or OffloadSettings()
+        settings = settings or OffloadSettings()
         self.params = frozenset(params)
         self._weights = frozenset(weights)
         self._is_kept = is_kept or (lambda kind, value: True)
-        self._device = torch.device(place.device)
-        self._chunk_bytes = place.chunk_bytes
+        self._device = torch.device(settings.device)
+        self._chunk_bytes = settings.chunk_bytes
         self._pinned = self._device.type == "cuda"
         self._inward, self._outward = _stream(self._device), _stream(self._device)
         self._coming: dict[Tensor, dict[_Path, Tensor]] = {}
@@ -110,6 +110,7 @@ class HostMemory:
         """Start to copy what will be fetched (prefetch)."""
         for param in self.params.intersection(params):
             if param not in self._coming and param not in self._homes:
+                # on a CPU the stream is None, and the block changes nothing
                 with torch.cuda.stream(self._inward):
                     self._coming[param] = {
                         path: torch.empty_like(home, device=self._device, pin_memory=False).copy_(
@@ -123,17 +124,21 @@ class HostMemory:
         params = list(params)
         self.announce(params, state)
         if self._inward is not None:
+            # the device waits for the copies, not the host
             torch.cuda.current_stream(self._device).wait_stream(self._inward)
         for param in self._coming.keys() & params:
             self._homes[param] = dict(self._tensors(param, state))
             for path, copy in self._coming.pop(param).items():
                 if self._pinned:
+                    # Allocated on the inward stream, used on this one: without this its memory
+                    # could be given to the next prefetch while it is still read.
                     copy.record_stream(torch.cuda.current_stream(self._device))
                 _put(param, path, copy, state)
 
     def write_back(self, params: Iterable[Tensor], state: Any) -> None:
         """Move weights and state back to the host, including state that is new."""
         if self._outward is not None:
+            # the step that changes these tensors must have ended
             self._outward.wait_stream(torch.cuda.current_stream(self._device))
         for param in self.params.intersection(params):
             homes = self._homes.pop(param, {})
@@ -144,6 +149,7 @@ class HostMemory:
                 with torch.cuda.stream(self._outward):
                     home.copy_(value, non_blocking=True)
                 if self._outward is not None:
+                    # its last reference goes below, while the copy may still read it
                     value.record_stream(self._outward)
                 _put(param, path, home, state)
 
@@ -157,6 +163,7 @@ class HostMemory:
         """Replace host weights by empty device tensors in a block, so that they get gradients."""
         homes = {param: param.data for param in self._weights}
         for param, home in homes.items():
+            # one element, expanded: gradients need a shape and a device, not the memory
             param.data = torch.empty((), dtype=home.dtype, device=self._device).expand(home.shape)
         try:
             yield
@@ -203,6 +210,7 @@ class HostMemory:
                 yield path, value
 
     def _fits(self, home: Tensor, value: Tensor) -> bool:
+        # code that loads a state dict may have put another tensor in its place
         alike = (home.shape, home.dtype) == (value.shape, value.dtype)
         return alike and home.device.type == "cpu" and (home.is_pinned() or not self._pinned)
 

@@ -39,6 +39,8 @@ _IMBALANCE = 1.25
 _FLOAT32 = 4
 """Bytes per element."""
 
+# The usual number of Newton-Schulz steps. Another number scales all costs alike, so choices hardly
+# change; only the cost of collectives is then off.
 _STEPS = 5
 
 
@@ -146,15 +148,16 @@ def plan_work(
     costs = np.array([standard_flops(*layout.shape) for layout in storage], np.float64)
     modes = _choose_modes(storage, costs, world_size, mode, whole_only=whole_only)
     owners = np.zeros(len(storage), np.int64)
-    travelling = [i for i, m in enumerate(modes) if m == "exchange"]
-    shapes = [storage[i].shape for i in travelling]
-    homes = np.array([home(storage[i]) for i in travelling], np.int64).reshape(-1, 2)
+    exchanged = [i for i, m in enumerate(modes) if m == "exchange"]
+    shapes = [storage[i].shape for i in exchanged]
+    homes = np.array([home(storage[i]) for i in exchanged], np.int64).reshape(-1, 2)
     largest = 1 if whole_only else max_ranks_per_matrix
+    # None if single owners are as fast; then these are balanced
     found = assign_teams(shapes, world_size, largest, element_size, homes[:, 0])
-    teams = dict(zip(travelling, found, strict=True)) if found else {}
-    if travelling and not teams:
-        owners[travelling] = assign_owners(
-            costs[travelling],
+    teams = dict(zip(exchanged, found, strict=True)) if found else {}
+    if exchanged and not teams:
+        owners[exchanged] = assign_owners(
+            costs[exchanged],
             world_size,
             home=homes[:, 0],
             share=homes[:, 1].astype(np.float64),
@@ -168,6 +171,7 @@ def plan_work(
             case "duplicated":
                 compute = Layout.replicated(storage[i].shape, range(world_size))
             case "exchange" if i in teams:
+                # short sides stay whole, so that Gram matrices are sums over slabs
                 compute = Layout.slabs(storage[i].shape, _long_side(storage[i]), teams[i])
             case "exchange":
                 compute = Layout.whole(storage[i].shape, int(owners[i]))
@@ -214,12 +218,14 @@ def _most_expensive(
     short, long = np.sort([layout.shape for layout in storage], axis=1).T.astype(np.float64)
     in_slabs = _cost_of_slab(short, long, world_size)
     order = [i for i in np.argsort(-costs, kind="stable").tolist() if i in eligible]
+    # every rank computes everything, after one all-to-all
     least, best = costs.sum() + COLLECTIVE, None
     for count in sorted({0, *(min(int(1.3**i), len(order)) for i in range(64))}):
         shared = order[:count]
         rest = np.delete(costs, shared)
         loads = np.bincount(assign_owners(rest, world_size), weights=rest, minlength=1)
         kinds = {storage[i].shape for i in shared}
+        # all-to-alls there and back, and for each shape the norm and one Gram matrix per step
         calls = 2 * bool(len(rest)) + (_STEPS + 1) * len(kinds)
         total = loads.max() + in_slabs[shared].sum() + COLLECTIVE * calls
         if total < least:
@@ -244,12 +250,14 @@ def _stored_in_slabs(storage: Layout, world_size: int) -> bool:
     boxes, long = storage.boxes, _long_side(storage)
     across = boxes.width if long == 0 else boxes.height
     size = math.prod(storage.shape)
+    # neither replicated, nor on some of the ranks only
     once = int(boxes.area.sum()) == size and len(np.unique(boxes.rank)) == world_size
     if not once or np.any(across != storage.shape[1 - long]):
         return False
     return home(storage)[1] <= _IMBALANCE * size / world_size
 
 
+# by identity of the layout, which equal parameters share
 @lru_cache(maxsize=1 << 16)
 def home(layout: Layout) -> tuple[int, int]:
     """Return the rank (the lowest on ties) that stores most of a matrix, and its elements."""
@@ -282,6 +290,7 @@ def _waves(
         kinds.setdefault(key, []).append(i)
     waves: list[tuple[int, ...]] = []
     for key, members in kinds.items():
+        # of a wave's bytes, each computing rank has only its slab
         cut = world_size if key[0] in ("distributed", "blockwise") else 1
         shares = [cut * len(owners[i]) for i in members]
         sizes = [

@@ -104,7 +104,7 @@ class RoundedMomentum:
         scales: dict[int, Tensor] = {}
         if self._has_scales:
             largest = {n: self._rows[n].largest_of(values) for n, values in flat.items()}
-            self._agree(numbers, largest)
+            self._reduce_max(numbers, largest)
             scales = {n: scales_for(bits, self._format) for n, bits in largest.items()}
         for n, (values, momentum) in new.items():
             if not self.is_kept(values):
@@ -112,6 +112,8 @@ class RoundedMomentum:
             if n in scales:
                 values[MOMENTUM_SCALE].copy_(scales[n])
             at_random = not (nearest or self._has_scales)
+            # a new key for each step, since with the same noise a small change would be rounded
+            # away forever
             key = self._key(n, values[STEP]) if at_random else None
             self._encode(n, flat[n], values[MOMENTUM].view(-1), scales.get(n), key)
 
@@ -119,6 +121,7 @@ class RoundedMomentum:
         shard = self._shards[number]
         name = shard.global_name or shard.name
         count = step.to(self._rows[number].device, torch.int64, non_blocking=True)
+        # a hash of integers, which is the same on a CPU and a GPU
         return hashed(hashed(count) ^ zlib.crc32(name.encode()))
 
     def _encode(
@@ -132,16 +135,18 @@ class RoundedMomentum:
             exact = momentum[elements].to(rows.device)
             into[elements] = encoded(exact, self._format, noise, mine)
 
-    def _agree(self, numbers: Sequence[int], largest: Mapping[int, Tensor]) -> None:
+    def _reduce_max(self, numbers: Sequence[int], largest: Mapping[int, Tensor]) -> None:
         """Replace magnitudes of shared blocks by the largest on any rank, as bits; in place."""
         counts = [self._rows[n].shared for n in numbers]
         if not sum(counts):
             return
+        # 0 for blocks that this rank has no part of: no magnitude is smaller
         bits = torch.zeros(sum(counts), dtype=torch.int32, device=self._rows[0].device)
         views = dict(zip(numbers, torch.split(bits, counts), strict=True))
         found = [(views[n], self._rows[n], its) for n, its in largest.items()]
         for view, rows, its in found:
             view.scatter_reduce_(0, rows.shared_places, its[rows.shared_blocks], "amax")
+        # as integers, magnitudes are ordered like numbers, and inf and nan are the largest
         dist.all_reduce(bits, dist.ReduceOp.MAX, group=self._shards[0].ranks.group)
         for view, rows, its in found:
             its[rows.shared_blocks] = view[rows.shared_places]
@@ -164,6 +169,7 @@ class _Rows:
         low, high = column // BLOCK, (column + length - 1) // BLOCK
         before = np.cumsum(high - low + 1) - (high - low + 1)
         self.blocks = int((high - low + 1).sum())
+        # int32, because these live between steps; `parts` makes wider ones for a moment
         self.row, self._length, self._column, self._block = (
             torch.tensor(values, dtype=torch.int32, device=device)
             for values in (row, length, column - start, before - low)
@@ -175,6 +181,7 @@ class _Rows:
             cut.append(_cut_blocks(layout.boxes, above, shard.split.cols))
             above += layout.shape[0]
         shared = np.unique(np.concatenate(cut))
+        # the same on all ranks, as it is the size of an all-reduce
         self.shared = len(shared) if shard.ranks.size > 1 else 0
         # only the first and the last block of a run can be shared
         names = np.concatenate([row * per_row + low, row * per_row + high])
@@ -196,6 +203,7 @@ class _Rows:
         for runs, elements in self._parts:
             count = elements.stop - elements.start
             numbers = torch.arange(runs.start, runs.stop, device=self.device)
+            # given the size, torch need not wait for the device to sum the lengths
             of_each = numbers.repeat_interleave(self._length[runs], output_size=count)
             columns = torch.arange(elements.start, elements.stop, device=self.device)
             columns += self._column[of_each]
@@ -214,6 +222,7 @@ def _cut_blocks(boxes: Boxes, above: int, cols: int) -> Int64Array:
     """Return the blocks that an edge of a box cuts, numbered row by row; int64."""
     left = boxes.take(boxes.column % BLOCK != 0)
     ends = boxes.column + boxes.width
+    # the last block of a row is short, not cut, if the box ends with the row
     right = boxes.take((ends % BLOCK != 0) & (ends != cols))
     found = []
     for some, block in ((left, left.column), (right, right.column + right.width - 1)):
@@ -224,6 +233,7 @@ def _cut_blocks(boxes: Boxes, above: int, cols: int) -> Int64Array:
 
 def _parts(start: Int64Array, length: Int64Array) -> Iterator[tuple[slice, slice]]:
     """Yield slices of runs, and of their elements, for about ``ROUNDED_AT_ONCE`` elements each."""
+    # a run is not divided, so a part may be longer by one run
     at_once = start // ROUNDED_AT_ONCE
     bounds = [*np.flatnonzero(np.diff(at_once, prepend=-1)).tolist(), len(start)]
     for first, end in pairwise(bounds):

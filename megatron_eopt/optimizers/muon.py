@@ -161,6 +161,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             self,
             params,
             lr,
+            # a default of torch's groups; the update rule reads it from there in each step
             momentum,
             weight_decay,
             nesterov=nesterov,
@@ -190,6 +191,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         loss = loss_of(closure)
         if self.steps_in_pieces():
             for update_rule in self.plan():
+                # as torch's optimizers do, since a user may have cleared the state
                 update_rule.init(self.param_groups, self.state)
                 update_rule.step(self.param_groups, self.state)
         else:
@@ -199,6 +201,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def plan(self) -> list[MuonRule]:
         """Return the rules that update the groups; collective if parameters have changed."""
+        # by id, since `==` of tensors compares elements
         planned = [[id(param) for param in group["params"]] for group in self.param_groups]
         if self._planned == planned:
             return self._update_rules
@@ -262,6 +265,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         Raises:
             ConfigurationError: If it is fused, but its layout is unknown.
         """
+        # decided by the factory, from module types and declarations
         if param in self.splits:
             return self.splits[param] or whole(shape)
         return declared_split(self, param, shape, name)
@@ -289,7 +293,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies contain: no plan and, as in all torch optimizers, no hooks."""
+        # torch keeps hooks in attributes with this prefix
         own = {k: v for k, v in vars(self).items() if not k.startswith("_optimizer_")}
+        # a scheduler wraps `step` in an attribute of the instance (torch/optim/lr_scheduler.py)
         plan = ("_planned", "_update_rules", "_alone", "_model_of", "_slab_ranks", "step")
         return {k: v for k, v in own.items() if k not in plan}
 

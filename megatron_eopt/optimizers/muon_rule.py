@@ -2,6 +2,18 @@
 
 Weight decay, momentum and the weight update are element-wise, so each rank applies them to its own
 shards. Only directions are sent to other ranks, and updates are sent back.
+
+Note [The way of a gradient]
+    The chain clips gradients and steps its storages. In each, megatron-core's wrapper calls
+    :meth:`CompositeOptimizer.step`, and that :meth:`MuonRule.step`. This runs the engine, and
+    :class:`~megatron_eopt.layouts.Redistribution` calls back for each wave:
+
+    1. ``load``: ``_inputs`` and ``_mixed`` mix gradients into momenta and write directions, by
+       :func:`~megatron_eopt.math.passes.mix_`. These are sent to the ranks that compute them.
+    2. ``compute``: the engine calls ``_update`` with stacks of matrices, and ``_orthogonalize``
+       calls :mod:`megatron_eopt.math.orthogonalize`.
+    3. ``store``: updates are back. ``_apply`` and ``_write`` change weights by
+       :func:`~megatron_eopt.math.passes.update_`, and the model's copies with them.
 """
 
 import functools
@@ -56,7 +68,10 @@ class Held:
 
 
 class MuonRule(UpdateRule):
-    """Drives Muon; see Note [Phases of a step] of engine.py and Note [Lifetimes] of update_rule.py.
+    """Muon as an update rule; see Note [The way of a gradient].
+
+    What is sent when: Note [Phases of a step] of engine.py. How long tensors are valid: Note
+    [Lifetimes] of update_rule.py.
 
     One group of ranks stores all shards. ``optimizer`` is a TensorParallelMuon, whose settings are
     read at each use. Matrices are computed in ``engine_config.dtype``.
@@ -82,7 +97,8 @@ class MuonRule(UpdateRule):
         if optimizer.momentum_dtype != "fp32":
             self.rounding = RoundedMomentum(optimizer.momentum_dtype, shards, engine_config.device)
             self.optional_state = frozenset({MOMENTUM_SCALE, STEP})
-        # writes updates that were computed before the step over those of the waves
+        # `spot_checks.py` sets both: a function that writes updates computed before the step over
+        # those of the waves, and weights that a failed check leaves unchanged
         self.insert_checked: Callable[[Mapping[int, Tensor]], None] | None = None
         self.held: Held | None = None
         self._stats: StepStats | None = None
@@ -180,12 +196,14 @@ class MuonRule(UpdateRule):
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters of ``groups``; collective."""
         stepped = self._stepped(groups, state)
+        # in a group, a rank without gradients still takes part in the all-to-alls
         if self.engine.ranks.group is None and not stepped:
             return
         if self._counts_steps and stepped:
             counts = [item.state[STEP] for item in stepped.values()]
             one = torch.ones_like(counts[0])
             if self.coefficient is not None:
+                # whether the step is skipped may be known on the device only
                 one = (~self.coefficient.isnan()).to(one)
             torch._foreach_add_(counts, [one] * len(counts))
         self._begin(groups, stepped)
@@ -212,11 +230,13 @@ class MuonRule(UpdateRule):
             else self.rounding.read(n, item.state).clone()
             for n, item in stepped.items()
         }
+        # into copies: the step itself will do the same to the state
         found = self._mixed(stepped, momenta, self.optimizer.nesterov, self._dtype)
         return {n: self._input(n, found).to(self._dtype) for n in numbers}, momenta
 
     def compute_alone(self, engine: MatrixEngine, stack: Tensor, matrix: int) -> None:
         """Compute one whole matrix of an engine on this rank, without measuring it."""
+        # `_update` reads the current engine; a matrix that is computed again must not count twice
         self.engine, before = engine, self._stats
         self._stats = None
         engine.compute_alone(stack, matrix)
@@ -236,21 +256,24 @@ class MuonRule(UpdateRule):
 
         def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
             numbers = [self._numbers[name] for name in names]
+            # also without any parameter, because a hook may call collectives
             inputs = self._inputs(wave, {n: stepped[n] for n in numbers if n in stepped})
             return {name: self._input(n, inputs) for name, n in zip(names, numbers, strict=True)}
 
-        held: dict[int, Tensor] = {}
+        # updates that wait for the sums over whole matrices, and this rank's parts of these sums
+        waiting: dict[int, Tensor] = {}
         mine: dict[int, Sequence[Tensor]] = {}
 
         def store(results: Mapping[str, Tensor]) -> None:
             updates = {self._numbers[name]: update for name, update in results.items()}
+            # others took part with zeros, because the plan is fixed; they must not change
             updates = {n: update for n, update in updates.items() if n in stepped}
             if self.insert_checked is not None:
                 self.insert_checked(updates)
             if self._totals is None:
                 self._apply([stepped[n] for n in updates], updates)
                 return
-            held.update(updates)
+            waiting.update(updates)
             mine.update({n: self.partial_sums(stepped[n], updates[n]) for n in updates})
 
         # off-loaded tensors have streams of their own
@@ -259,10 +282,12 @@ class MuonRule(UpdateRule):
         self._run_waves(run, load, store, params, state)
         self._squares.clear()  # left of matrices that the engine skipped
         if self._totals is not None:
+            # of all shards, because the all-reduce must have the same size on all ranks
             totals = self._totals.totals(range(len(self.shards)), mine, self.sums_per_matrix)
-            self._apply_held({stepped[n].param: stepped[n] for n in held}, held, totals, state)
+            items = {stepped[n].param: stepped[n] for n in waiting}
+            self._apply_with_totals(items, waiting, totals, state)
 
-    def _apply_held(
+    def _apply_with_totals(
         self,
         items: Mapping[Tensor, Stepped],
         updates: Mapping[int, Tensor],
@@ -288,6 +313,7 @@ class MuonRule(UpdateRule):
             return inputs[number].contiguous()
         # for a planned parameter without a gradient
         shape, device = self.shards[number].shape, self.engine.device
+        # of any dtype, because packing converts
         return torch.zeros(shape, dtype=torch.float32, device=device)
 
     def _begin(self, groups: Sequence[ParamGroup], stepped: Mapping[int, Stepped]) -> None:
@@ -360,6 +386,8 @@ class MuonRule(UpdateRule):
                 for kept, item in zip(mine, members, strict=True)
             ]
             decay = group["weight_decay"] if is_l2 else 0.0
+            # Settings are read from the group in each step, so that they can be changed meanwhile.
+            # The constructor's defaults put them there (`momentum` of `muon_momentum`).
             how = MomentumMixing(group["momentum"], nesterov, decay)
             grads: list[Any] = [item.param.grad for item in members]
             sums = [
@@ -367,6 +395,7 @@ class MuonRule(UpdateRule):
                 for item, out in zip(members, outs, strict=True)
             ]
             weights = [item.param for item in members]
+            # gradients are not clipped yet: the pass multiplies them by the coefficient
             mix_(mine, outs, grads, weights, self.coefficient, how, sums)
             for item, kept, out in zip(members, mine, outs, strict=True):
                 found[item.number] = kept if out is None else out.view(kept.shape)
@@ -374,6 +403,9 @@ class MuonRule(UpdateRule):
 
     def _empty_sums(self, number: int, out: Tensor | None, place: Tensor | None) -> Tensor | None:
         """Return the tensor for the sums of squares of a matrix that is written to its place."""
+        # A tensor in a place is computed where it is, so its sum is that of its matrix, or of this
+        # rank's slab, which `normalize` adds over ranks. With several matrices, it is the sum of
+        # none.
         names = self.shards[number].matrix_names
         if out is None or out is not place or len(names) > 1:
             return None
@@ -386,6 +418,7 @@ class MuonRule(UpdateRule):
         """Return known sums of squares ``(batch, parts)``, which are then forgotten."""
         found = [self._squares.pop(self.engine.names[matrix], None) for matrix in matrices]
         known = [sums for sums in found if sums is not None]
+        # a stack is divided in one pass, so all norms must be known
         if len(known) < len(found):
             return None
         return known[0].unsqueeze(0) if len(known) == 1 else torch.stack(known)
@@ -399,10 +432,14 @@ class MuonRule(UpdateRule):
         self._write([item for item in stepped if item.number not in held], updates)
         late = [item for item in stepped if item.number in held]
         if self.held is not None and late:
+            # Whether a check passed is known on the device only. A factor of nan makes the pass
+            # leave these weights as they are.
             before = self.coefficient
             self.coefficient = self.held.passed if before is None else before * self.held.passed
             self._write(late, updates)
             self.coefficient = before
+            # A scheduler changes groups before these are used, and the next wave overwrites
+            # updates.
             self.held.items += [replace(item, group=dict(item.group)) for item in late]
             self.held.updates |= {item.number: updates[item.number].clone() for item in late}
 
@@ -418,9 +455,11 @@ class MuonRule(UpdateRule):
         for group, members in _by_group(stepped):
             params = [item.param for item in members]
             method = self.optimizer.weight_decay_method
+            # L2 decay is in the gradient already, see `_mixed`
             rates = {"decoupled": group["lr"], "independent": 1.0, "l2": 0.0}
             update_(
                 params,
+                # taken from the tensors, so that nobody copies them again after the step
                 [model_copy_of(param) for param in params],
                 [updates[item.number] for item in members],
                 self.coefficient,
@@ -432,6 +471,7 @@ class MuonRule(UpdateRule):
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
     ) -> None:
         """Replace a stack of directions by updates, in place."""
+        # of the whole matrix, also if this rank has a slab of it
         scales = self._scales_of(self.engine.out_in(matrices[0], shape))
         self._orthogonalize(stack, matrices, reduce, shape, scales)
 

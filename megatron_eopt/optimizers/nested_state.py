@@ -40,4 +40,5 @@ def put(state: Any, path: Sequence[str], value: Any) -> None:
 def _key(place: Any, step: str) -> Any:
     if isinstance(place, list | tuple):
         return int(step)
+    # paths have all keys as strings, the state may have numbers
     return next((key for key in place if str(key) == step), step)

@@ -61,6 +61,7 @@ def merged_optimizers(group: Mapping[str, Any], names: Iterable[str]) -> tuple[s
 
 
 def _hash_of(names: Iterable[str]) -> str:
+    # the same in every process, unlike Python's own hash of strings
     return f"{zlib.crc32(chr(10).join(sorted(names)).encode()):08x}"
 
 
@@ -107,6 +108,7 @@ class SavedGroups:
             if self._is_alike and reader in optimizers:
                 # with the optimizers of this run, each parameter had the one that it has now
                 optimizers = (reader,)
+        # a mean becomes a sum by the writer's momentum, so it must be known without doubt
         momenta = {
             its.get("momentum")
             for its in ([group] if group is not None else self.groups)
@@ -154,6 +156,7 @@ def saved_groups(state: Any) -> list[Mapping[str, Any]]:
     """Return all parameter groups in ``state``, with their step count if it is known."""
     found: list[Mapping[str, Any]] = []
     for inner in map(inner_of, children_of(state)):
+        # megatron-core stores one count beside the state, if all parameters have the same
         common = inner.get("state", {}).get("common_step")
         counted = {} if common is None else {STEP: common}
         found += [{**counted, **group} for group in inner.get("param_groups", ())]
@@ -206,6 +209,7 @@ def adopt(group: dict[str, Any], saved: Groups) -> None:
 
 def take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Load a group's settings, except those that describe or schedule this run's group."""
+    # a load must not change the schedule, nor what megatron-core matches groups by
     keep = {"params", STEP, "default_config", GROUP_ID, "max_lr", "min_lr", *_identifiers()}
     # this run chooses torch's implementation and where it counts steps
     keep |= {PARAM_NAMES, "fused", "foreach", "capturable"}

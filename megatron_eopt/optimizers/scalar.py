@@ -44,6 +44,7 @@ def build_scalar_optimizer(
     decoupled = settings.config.decoupled_weight_decay
     if name == "lion":
         kwargs["weight_decay_method"] = "decoupled" if decoupled else "l2"
+        # torch has no Lion; this is also the class that megatron-core builds
         lion: torch.optim.Optimizer = Lion(groups, **kwargs | arguments)
         return lion
     if plain:

@@ -180,10 +180,12 @@ class StateDictMatch:
             number = self.number_of(target.name)
             values = self._state.get(number, {})
             saved = self._saved_state(target, values.keys() - {STEP})
+            # shapes are not compared here: a misfit is an error below, not a reason to start fresh
             its = continuation_of(target.keys, target.reader, saved, policy)
             its = replace(its, missing=its.missing - target.spare)
             report.add(target.name, its, saved, target.reader)
             taken = {key: values[origin.key] for key, origin in its.origins.items()}
+            # moments and their count belong together
             if target.counts and not its.fresh:
                 # fused classes count in groups
                 counted = values if STEP in values else self._group_of.get(number, {})

@@ -60,6 +60,7 @@ class StepStats:
         one over the number of ranks that compute it.
         """
         sample = sample_of(len(engine.names))
+        # alike in a stack, whose matrices have the same kind of work
         share = engine.work.matrices[matrices[0]].share
         for matrix, number in zip(stack, matrices, strict=True):
             if scale and number in sample:
@@ -75,6 +76,7 @@ def residual(factor: Tensor, reduce: ReduceT | None, shape: tuple[int, int]) -> 
     """
     wide = factor.mT if shape[0] > shape[1] else factor
     gram = wide @ wide.mT
+    # all ranks have the same stacks and samples, so all of them call this
     if reduce is not None:
         gram = reduce(gram)
     gram.diagonal().sub_(1)

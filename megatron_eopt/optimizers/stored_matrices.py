@@ -74,6 +74,7 @@ class StoredMatrices:
         return total.index_add_(0, self._matrix, torch.stack(list(of_boxes)) * self._counted)
 
     def _views(self, stored: Tensor) -> list[Tensor]:
+        # views of the tensor itself if it is contiguous, else of a copy, which is enough for sums
         flat = stored.contiguous().view(-1)
         return [
             flat.as_strided((height, width), (stride, 1), flat.storage_offset() + offset)
@@ -111,6 +112,7 @@ class MatrixSums:
         """
         sizes = [self._counts[number] for number in numbers]
         total = torch.zeros(kinds, sum(sizes), dtype=torch.float64, device=self._device)
+        # views, which the all-reduce fills with the totals; shards that this rank lacks stay 0
         parts = dict(zip(numbers, torch.split(total, sizes, dim=1), strict=True))
         for number, sums in mine.items():
             parts[number].copy_(torch.stack(list(sums)))

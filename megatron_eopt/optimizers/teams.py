@@ -64,9 +64,11 @@ def assign_teams(
     sizes = [size for size in (1 << np.arange(12)).tolist() if size <= min(largest, world_size)]
     if len(sizes) < 2 or not shapes:
         return None
+    # a model has few shapes, so costs are computed for these only
     kinds, kind_of = np.unique(np.sort(shapes, axis=1), axis=0, return_inverse=True)
     table = np.array([[_cost(m, n, size, element_size) for size in sizes] for m, n in kinds])
     costs = table[kind_of.ravel()]
+    # what the busiest rank needs without teams, which is to be improved
     owners = assign_owners(costs[:, 0], world_size)
     alone = np.bincount(owners, weights=costs[:, 0], minlength=world_size).max()
     mean = costs[:, 0].sum() / world_size
@@ -84,6 +86,7 @@ def _cost(m: int, n: int, size: int, element_size: int) -> float:
     alone = standard_flops(int(m), int(n))
     if size == 1:
         return alone
+    # `all_gather_into_tensor` and stacks need equal slabs
     if m % size or n % size:
         return np.inf
     moved = MOVED * int(m) ** 2 * element_size * (size - 1) / size
@@ -105,8 +108,10 @@ def _assign(
     for i in np.argsort(-own, kind="stable").tolist():
         size = sizes[chosen[i]]
         whole = world_size // size * size
+        # members compute in step, so a block begins when its busiest rank is free
         blocks = loads[:whole].reshape(-1, size).max(1)
         free = size * np.flatnonzero(blocks == blocks.min())
+        # another computer counts as farther than any rank of this one
         far = world_size * (free // computer != homes[i] // computer)
         first = int(free[(np.abs(free - homes[i] // size * size) + far).argmin()])
         loads[first : first + size] = loads[first : first + size].max() + own[i]

@@ -89,6 +89,8 @@ class UnshardedState:
     def replace(self, value: Any) -> None:
         """Overwrite the value with a loaded one."""
         if isinstance(self.value, Tensor):
+            # in place, because the optimizer, or another matrix of the parameter, refers to this
+            # memory
             self.value.copy_(torch.as_tensor(value).view(self.value.shape))
         else:
             put(self.container, self.path, type(self.value)(value))
@@ -100,9 +102,13 @@ class UpdateRule:
     reports_updates = False  # whether it reports its updates to step statistics
     counts_matrices = False  # whether steps are counted per matrix, not per parameter
     is_clipped = True  # whether gradient clipping applies to its gradients
-    fits_beside = False  # whether its passes may run beside the matrix products of other rules
+    # whether its passes may run on a stream beside the matrix products of other rules; such a rule
+    # must not call collectives
+    fits_beside = False
     folds_clipping = False  # whether it applies clipping itself, by :attr:`coefficient`
-    coefficient: Tensor | None = None  # factor on gradients; nan skips the step, None is 1
+    # factor on gradients, a 0-D tensor; nan skips the step, None is 1; the chain sets it for a step
+    # (`clipped` of wrappers/gradients.py)
+    coefficient: Tensor | None = None
     optional_state: frozenset[str] = frozenset()  # kinds of state that a checkpoint may lack
 
     def __init__(self, name: str, shards: Sequence[Shard]) -> None:
@@ -127,7 +133,7 @@ class UpdateRule:
             self.redistribution.meter = None if stats is None else stats.meter
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield the tensors that live between steps besides weights and state."""
+        """Yield the tensors that stay in memory between steps, other than weights and state."""
         if self.redistribution is not None:
             yield from self.redistribution.buffers.values()
 
@@ -144,12 +150,14 @@ class UpdateRule:
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create the state of every parameter, as far as possible without a step."""
 
-    def off_load(self, groups: Sequence[ParamGroup], state: State, place: OffloadSettings) -> None:
+    def off_load(
+        self, groups: Sequence[ParamGroup], state: State, settings: OffloadSettings
+    ) -> None:
         """Keep a fraction of weights and state in host memory from now on."""
         sizes = {param: param.numel() for _, param, _ in self.numbered(groups)}
-        params = place.chosen(sizes)
-        weights = place.movable.intersection(params)
-        self.host = HostMemory(params, weights, place, self.is_sharded_like_param)
+        params = settings.chosen(sizes)
+        weights = settings.movable.intersection(params)
+        self.host = HostMemory(params, weights, settings, self.is_sharded_like_param)
         self.host.write_back(params, state)
         self.host.settle()
 
@@ -216,6 +224,10 @@ class CompositeOptimizer(torch.optim.Optimizer):
 
     Parameter groups and state are those of any torch optimizer, and update rules use the values
     (lr, weight decay) that they find there. Call :meth:`init_state` once update rules are attached.
+
+    Args:
+        groups: The parameter groups of all update rules.
+        served: Each update rule with the slice of ``groups`` that it updates.
     """
 
     def __init__(
@@ -268,6 +280,7 @@ class CompositeOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return groups and state, without the state of whole matrices, which is in no group."""
+        # torch raises KeyError for the state of a tensor that is in no group
         members = {id(param) for group in self.param_groups for param in group["params"]}
         owned = [key for key in self.state if id(key) not in members]
         hidden = {key: self.state.pop(key) for key in owned}
@@ -290,15 +303,21 @@ class CompositeOptimizer(torch.optim.Optimizer):
         """
         if len(self.param_groups) != self._count:
             raise _fixed("param_groups", f"{len(self.param_groups)} groups")
+        # Adam's passes are limited by memory and Muon's products by arithmetic, so together they
+        # take less time. Rules that fit call no collectives, so all ranks still call them in one
+        # order.
         fits = [rule for rule in self.update_rules if rule.fits_beside and rule.host is None]
         others = [rule for rule in self.update_rules if rule not in fits]
         with self._side.beside() if others else nullcontext():
             self._step_rules(fits)
         self._step_rules(others)
+        # what follows on the current stream reads all weights
         self._side.join()
 
     def _step_rules(self, update_rules: Iterable[UpdateRule]) -> None:
         for update_rule in update_rules:
+            # a block, since storages of DTensors make local tensors for it and store results after
+            # it
             with self.groups_and_state(update_rule) as (groups, state):
                 update_rule.step(groups, state)
 
@@ -361,6 +380,7 @@ def bind(
     optimizer: torch.optim.Optimizer, groups: Iterable[ParamGroup], state: State
 ) -> torch.optim.Optimizer:
     """Make ``optimizer`` use these groups and this state from now on, and return it."""
+    # torch's `add_param_group` and `load_state_dict` would copy or check them
     optimizer.param_groups = list(groups)
     optimizer.state = state
     return optimizer
@@ -412,8 +432,10 @@ def dry_step(optimizer: Any) -> None:
     grads = [param.grad for param in everything]
     groups = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
+        # a scheduler may set it later, but a step needs a number
         group["lr"] = 0.0 if group.get("lr") is None else group["lr"]
     for param in everything:
+        # tensors that have state must not step, and keep it
         param.grad = None
     for param in bare:
         param.grad = torch.zeros_like(param)

@@ -1,4 +1,4 @@
-"""UpdateRule of optimizers whose state needs whole matrices, such as SOAP.
+"""The update rule of optimizers whose state needs whole matrices, such as SOAP.
 
 Each logical matrix has an owner rank, the only one that keeps its state and runs the optimizer on
 it. Wave by wave, gradients and weights are sent to owners in float32, and weights are sent back.
@@ -77,12 +77,16 @@ class WholeMatrixRule(UpdateRule):
         plan = self.redistribution.plan
         # this rank's matrices by index; they hold data only while they are updated
         self.owned: dict[int, nn.Parameter] = {
+            # the optimizer needs parameters to which its state belongs; gradient 2 i and weight 2 i
+            # + 1 are matrix i
             index // 2: nn.Parameter(torch.empty(0, device=self._device))
             for wave in plan.waves
             for batch in wave.batches
             for index in batch.matrices
         }
         self.owned_state: State = defaultdict(dict)
+        # in the order in which the redistribution computes them, so that the next one can be
+        # prefetched
         self._batches = [
             [self.owned[index] for index in sorted({i // 2 for i in batch.matrices})]
             for wave in plan.waves
@@ -106,6 +110,7 @@ class WholeMatrixRule(UpdateRule):
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create the state of owned matrices, as far as possible without a step."""
         self._update_settings(groups)
+        # weights travel to their owners, so this is collective, and all ranks decide alike
         has_a_beginning = self._init_state_fn is not None or self._fault_in is not None
         if has_a_beginning and self._exists < _AS_INITIALIZED:
             self._run(groups, self._begin, with_grads=False)
@@ -154,6 +159,8 @@ class WholeMatrixRule(UpdateRule):
         for index, param in self.owned.items():
             number, matrix = self._of_matrix[index]
             own, kept = self._own_groups[self.group_of[number]], self.owned_state[param]
+            # what an optimizer keeps in its group besides the run's settings, such as a counter of
+            # its own
             counters = own.keys() - groups[self.group_of[number]].keys() - {"params", STEP}
             for path, value in leaves(kept):
                 if path != (STEP,):
@@ -166,12 +173,14 @@ class WholeMatrixRule(UpdateRule):
                 place = {OF_GROUPS: own}
                 yield UnshardedState(number, matrix, (OF_GROUPS, *path), value, container=place)
 
-    def off_load(self, groups: Sequence[ParamGroup], state: State, place: OffloadSettings) -> None:
+    def off_load(
+        self, groups: Sequence[ParamGroup], state: State, settings: OffloadSettings
+    ) -> None:
         """Keep a fraction of weights, and of the state of owned matrices, in host memory."""
-        weights = place.chosen({param: param.numel() for _, param, _ in self.numbered(groups)})
+        weights = settings.chosen({param: param.numel() for _, param, _ in self.numbered(groups)})
         sizes = {param: math.prod(self._shapes[index]) for index, param in self.owned.items()}
-        owned = place.chosen(sizes)
-        self.host = HostMemory([*weights, *owned], place.movable.intersection(weights), place)
+        owned = settings.chosen(sizes)
+        self.host = HostMemory([*weights, *owned], settings.movable.intersection(weights), settings)
         self.host.write_back(self.host.params, self.owned_state)
         self.host.settle()
 
@@ -226,6 +235,7 @@ class WholeMatrixRule(UpdateRule):
             if name.startswith(_WEIGHT):
                 return params[name.removeprefix(_WEIGHT)].detach()
             param = params[name.removeprefix(_GRAD)]
+            # the plan sends both; to create state, zeros will do
             grad = param.grad if with_grads else torch.zeros_like(param)
             assert grad is not None
             return grad
@@ -248,8 +258,10 @@ class WholeMatrixRule(UpdateRule):
                         self._own_groups[number] = {**group, "params": []}
             for param, place in members.values():
                 by_rows(self.owned_state[param])
+                # some optimizers assign `data`, and leave the stack as it was
                 if address_of(param) != address_of(place):
                     place.copy_(param.detach())
+                # the next wave will overwrite the stack; between steps owners keep state only
                 param.data, param.grad = place.new_empty(0), None
             if self.host is not None:
                 self.host.write_back(owned, self.owned_state)
@@ -273,6 +285,7 @@ class WholeMatrixRule(UpdateRule):
         for index in sorted({i // 2 for i in places}):
             shape = self._shapes[index]
             param, weight = self.owned[index], places[2 * index + 1].view(shape)
+            # views of the stack, so that the optimizer's step writes what is sent back
             param.data = weight
             param.grad = places[2 * index].view(shape)
             members[index] = (param, weight)
@@ -281,4 +294,5 @@ class WholeMatrixRule(UpdateRule):
     def _update_settings(self, groups: Sequence[ParamGroup]) -> None:
         """Copy current settings, such as scheduled learning rates, from ``groups``."""
         for own, group in zip(self._own_groups, groups, strict=True):
+            # not replaced, because owners' groups also have counters that only they know
             own.update({key: value for key, value in group.items() if key != "params"})

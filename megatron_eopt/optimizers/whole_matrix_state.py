@@ -32,15 +32,16 @@ class WholeMatrixState:
     """Publishes and loads the state that one update rule's owner ranks keep."""
 
     def __init__(self, update_rule: WholeMatrixRule, device: torch.device) -> None:
-        self._driver = update_rule
+        self._rule = update_rule
         self._device = device
         self._ranks = update_rule.shards[0].ranks
         group = self._ranks.group
+        # state dicts show this state as DTensors, which need a mesh
         self._mesh = None if group is None else DeviceMesh.from_group(group, device.type)
 
     def entries(self, groups: Sequence[ParamGroup], state: State) -> list[list[OwnerEntry]]:
         """Return every parameter's state that owners have so far; collective."""
-        found: list[list[OwnerEntry]] = [[] for _ in self._driver.shards]
+        found: list[list[OwnerEntry]] = [[] for _ in self._rule.shards]
         for entry in self._survey(groups, state)[1]:
             found[entry.shard].append(entry)
         return found
@@ -53,15 +54,16 @@ class WholeMatrixState:
         """
         kept, entries = self._survey(groups, state)
         if problems := [entry for entry in entries if entry.problem]:
-            argument = f"state {problems[0].name!r} of {self._driver.name}"
+            argument = f"state {problems[0].name!r} of {self._rule.name}"
             rule = "only float32 tensors and numbers can be saved"
             hint = "Use another optimizer, or run without checkpoints"
             raise ConfigurationError(argument, problems[0].problem, rule, hint)
-        states: list[dict[str, Any]] = [{} for _ in self._driver.shards]
+        states: list[dict[str, Any]] = [{} for _ in self._rule.shards]
         for entry in entries:
             value = entry.number
             if entry.shape is not None:
                 mine = kept.get((entry.shard, entry.name))
+                # entries have the same order on all ranks, and each is one collective
                 value = self._cut(entry, torch.empty(0) if mine is None else mine.value)
             states[entry.shard][entry.name] = value
         return states
@@ -79,19 +81,20 @@ class WholeMatrixState:
                 continue
             value = saved[entry.shard][entry.name]
             if isinstance(value, DTensor):
+                # also on ranks that do not own it, because the gather is collective
                 value = value.full_tensor()
             if (entry.shard, entry.name) in kept:
                 kept[entry.shard, entry.name].replace(value)
 
     def counts(self) -> Iterator[UnshardedState]:
         """Return the step counts of the matrices that this rank owns."""
-        return self._driver.counts()
+        return self._rule.counts()
 
     def _survey(
         self, groups: Sequence[ParamGroup], state: State
     ) -> tuple[dict[tuple[int, str], UnshardedState], list[OwnerEntry]]:
         """Return the state that this rank keeps, and entries of all ranks; collective."""
-        found = (*self._driver.unsharded_state(groups, state), *self._driver.counts())
+        found = (*self._rule.unsharded_state(groups, state), *self._rule.counts())
         kept = {(item.shard, self._name(item)): item for item in found}
         mine = [
             _describe(shard, name, self._ranks.rank, item.value)
@@ -101,7 +104,7 @@ class WholeMatrixState:
         return kept, sorted(known, key=lambda entry: (entry.shard, entry.name))
 
     def _name(self, item: UnshardedState) -> str:
-        matrices = self._driver.shards[item.shard].split.matrices
+        matrices = self._rule.shards[item.shard].split.matrices
         prefix = (matrices[item.matrix].name,) if len(matrices) > 1 else ()
         return "/".join((*prefix, *item.path))
 
@@ -112,6 +115,7 @@ class WholeMatrixState:
         if entry.owner != self._ranks.rank:
             assert entry.shape is not None
             whole = torch.empty(entry.shape, dtype=torch.float32, device=self._device)
+        # `src_data_rank` counts within the mesh's group, as owners do
         rows = [ShardPlacement(0)]
         return distribute_tensor(whole, self._mesh, rows, src_data_rank=entry.owner)
 

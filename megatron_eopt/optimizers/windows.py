@@ -22,7 +22,7 @@ from megatron_eopt.storage.shard import Shard
 
 
 class WindowedMuonRule(MuonRule):
-    """Drives Muon window by window; see Note [Look ahead, then commit].
+    """Updates matrices by Muon, window by window; see Note [Look ahead, then commit].
 
     ``windows`` has the window index of each shard; window 0 is updated first.
     """
@@ -54,6 +54,7 @@ class WindowedMuonRule(MuonRule):
     @torch.no_grad()
     def precompute(self, window: int, groups: Sequence[ParamGroup], state: State) -> None:
         """Compute a window's updates from its gradients, without applying them; collective."""
+        # the norm is not known yet: if it asks for clipping, the updates are dropped
         self.coefficient = None
         stepped = self._stepped_in(window, groups, state)
         items = list(stepped.values())
@@ -63,6 +64,7 @@ class WindowedMuonRule(MuonRule):
         def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
             numbers = {name: self._numbers[name] for name in names}
             mine = {n: stepped[n] for n in numbers.values() if n in stepped}
+            # copies, since the step may be skipped or computed again
             momenta = {n: item.state[MOMENTUM].clone() for n, item in mine.items()}
             found = self._mixed(mine, momenta, self.optimizer.nesterov, self._dtype)
             return {name: self._input(n, found) for name, n in numbers.items()}
@@ -85,6 +87,7 @@ class WindowedMuonRule(MuonRule):
         because they are views of a buffer that also gets other gradients.
         """
         params = [item.param for item in items]
+        # nan for a gradient that is gone, because it is unequal to every norm
         grads = [p.new_full((), torch.nan) if p.grad is None else p.grad for p in params]
         kept = [item.state[MOMENTUM] for item in items]
         if self.optimizer.weight_decay_method == "l2":
@@ -122,6 +125,7 @@ class WindowedMuonRule(MuonRule):
             self._run(stepped, state)
             return
         momenta = {number: item.state[MOMENTUM] for number, item in stepped.items()}
+        # only for the momenta: without Nesterov, no direction is written
         self._mixed(stepped, momenta, nesterov=False)
         if self.insert_checked is not None:
             self.insert_checked(updates)

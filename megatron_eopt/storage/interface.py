@@ -52,6 +52,7 @@ class Storage:
 
     def count_in(self, stats: Any, collection: Any) -> None:
         """Let megatron-core count every gradient once when it sums statistics over ``stats``."""
+        # attributes that megatron-core's norm and its count of zeros read (optimizer/optimizer.py)
         self.grad_stats_parallel_group = stats
         self.tp_group = collection.tp
         self.expert_tp_group = getattr(collection, "expt_tp", None) or collection.tp
@@ -76,6 +77,7 @@ class Storage:
     def collect_gradients(self) -> None:
         """Hand this step's gradients to the stepped tensors, in their dtype."""
         if not self.is_stub_optimizer:
+            # a method of megatron-core's mixed-precision wrappers; other storages override this one
             self._copy_model_grads_to_main_grads()  # type: ignore[attr-defined]
 
     def gradient_of(self, item: MainShard) -> Tensor | None:
@@ -98,7 +100,10 @@ class Storage:
 
     @torch.no_grad()
     def _stage_model_params_from_main_params(self) -> None:
-        """Do so on this rank only; float32 weights are their own main weights."""
+        """Copy main weights to the model's on this rank, without the gather.
+
+        Nothing happens for float32 weights, which are their own main weights.
+        """
         if not self.is_stub_optimizer and hasattr(self, "_copy_main_params_to_model_params"):
             self._copy_main_params_to_model_params()
 
@@ -110,6 +115,8 @@ class Storage:
         """Step, and count the step unless it was skipped."""
         # the torch optimizer may read torch's setting for matrix products
         with self.writing_model_copies(), matmul_precision():
+            # A class that steps has megatron-core's wrapper next in its order of methods. That
+            # calls `self.optimizer.step()`, then `_copy_main_params_to_model_params`.
             done = bool(super().step_with_ready_grads())  # type: ignore[misc]
         self.steps += done
         return done
@@ -119,6 +126,8 @@ class Storage:
         """In a block, let the code that steps a main weight also write the model's weight."""
         copies = self.copies()
         for main, copy in copies:
+            # on the tensor itself, because torch optimizers and update rules see nothing of the
+            # storage; who writes a copy takes the mark away, and `copy_mains` writes what is left
             setattr(main, COPY_ATTRIBUTE, copy)
         self._model_copies = [main for main, _ in copies]
         try:
@@ -139,6 +148,7 @@ class Storage:
         if self._model_copies is None:
             pairs = self.copies()
         else:
+            # megatron-core's step copies all main weights at its end; most have been copied by then
             wanted = self._model_copies if mains is None else mains
             left = [(main, model_copy_of(main)) for main in wanted]
             pairs = [(main, copy) for main, copy in left if copy is not None]
@@ -170,6 +180,7 @@ def gather_buckets(model_chunk: Any, *, now: bool = False) -> None:
     If the gather overlaps with the forward pass, hooks do it, unless ``now``.
     """
     wrapped = model_chunk.ddp_config
+    # Megatron-FSDP has buffers of its own, and gathers from them in its own hooks
     in_buffers = wrapped.use_distributed_optimizer and not wrapped.use_megatron_fsdp
     if in_buffers and (now or not wrapped.overlap_param_gather):
         # else megatron-core would take a gather in progress for this one
@@ -182,6 +193,7 @@ def finish_gathers(model_chunks: Iterable[Any]) -> None:
     kinds = ("bucket_groups", "expert_parallel_bucket_groups")
     for group in (g for chunk in model_chunks for kind in kinds for g in getattr(chunk, kind, ())):
         if group.param_gather_handle is not None:
+            # by default this would also start the gather of the next buckets
             group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 

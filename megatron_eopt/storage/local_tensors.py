@@ -11,6 +11,7 @@ def local_of(value: Any) -> Any:
     """Return a DTensor's local tensor, and any other value unchanged."""
     if not isinstance(value, DTensor):
         return value
+    # `to_local` is differentiable, and would make this tensor part of a graph
     with torch.no_grad():
         return value.to_local()
 
@@ -19,6 +20,8 @@ def shard_like(param: Tensor, local: Tensor) -> Tensor:
     """Return ``local`` as a tensor that is sharded and placed like ``param``."""
     if not isinstance(param, DTensor):
         return local
+    # The shape is given, because torch would multiply this rank's by the number of ranks, which is
+    # wrong for uneven shards. A check would broadcast replicas.
     return DTensor.from_local(
         local,
         param.device_mesh,

@@ -4,8 +4,8 @@ Note [Shards]
     However weights are stored, an optimizer sees shards: tensor-parallel slabs (a rank's part of a
     tensor-parallel weight), ZeRO-1 fragments of slabs, shards of DTensors, whole parameters. A
     shard has a layout for each logical matrix of the parameter, over the ranks of one group. If
-    several ranks hold the same elements, the layout says which of them sends. A new shard checks
-    that what this rank holds of all matrices adds up to its tensor.
+    several ranks hold the same elements, the layout says which of them sends. A shard cannot be
+    made unless this rank's pieces of all matrices add up to its tensor.
 """
 
 import math
@@ -41,6 +41,7 @@ class Ranks:
     def of(cls, group: dist.ProcessGroup | None) -> "Ranks":
         """Return the ranks of a process group."""
         if group is None or dist.get_world_size(group) == 1:
+            # a group of one has nothing to send, so no code below calls a collective
             return cls()
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
@@ -113,6 +114,7 @@ class Fragment(NamedTuple):
         """
         if row_cut(param).size == 1:
             return self
+        # pieces are equal, and the last ones may consist of padding partly or wholly
         before, end = number * param.numel(), math.prod(whole_shape(param))
         return self._replace(start=min(before + self.start, end), stop=min(before + self.stop, end))
 
@@ -132,6 +134,7 @@ def fragment_layouts(
         tensor_size: Number of tensor-parallel ranks.
         fragments: One for each rank of the redistribution group, in order.
     """
+    # a group may have thousands of ranks, few of which have a part; the others would make long keys
     held = [(rank, item) for rank, item in enumerate(fragments) if item.start < item.stop]
     return _layouts_of(split, partition_dim, tensor_size, tuple(held))
 
@@ -144,6 +147,7 @@ def _layouts_of(
     if split.transposed:
         experts = _layouts_of(whole(split.shape), partition_dim, tensor_size, held)
         return columns_of(split, experts)
+    # ranks with equal fragments are replicas, such as those of data parallelism without ZeRO-1
     holders: dict[Fragment, list[int]] = {}
     for rank, fragment in held:
         holders.setdefault(fragment, []).append(rank)
@@ -155,6 +159,7 @@ def _layouts_of(
     rows = [matrix_rows(split, tensor_size, rank, partition_dim) for rank in tensor_ranks]
     layouts = []
     for index, matrix in enumerate(split.matrices):
+        # all slabs of the matrix, with the tensor-parallel rank in place of the group's rank
         slabs = [
             Layout.row_runs(
                 matrix.shape,
@@ -167,6 +172,7 @@ def _layouts_of(
             ).boxes
             for tensor_rank, runs in zip(tensor_ranks, rows, strict=True)
         ]
+        # then each rank of the group takes its flat range of the slab that it has a part of
         cut = Layout(matrix.shape, Boxes.join(slabs)).fragments(
             rank=ranks, holder=ranges[:, 0], start=ranges[:, 1], stop=ranges[:, 2]
         )
@@ -179,6 +185,7 @@ def columns_of(split: Split, experts: Sequence[Layout]) -> tuple[Layout, ...]:
     units = iter(matrix_columns(split))
     layouts = []
     for part in split.parts:
+        # units are those of one expert; a part's matrices are ordered by expert, then unit
         mine = [next(units) for _ in range(part.count // split.experts)]
         layouts += [expert.select_columns(runs) for expert in experts for runs in mine]
     return tuple(layouts)
@@ -188,6 +195,7 @@ def box_layouts(split: Split, layout: Layout) -> tuple[Layout, ...]:
     """Return the layouts of a split's matrices, given that of the whole parameter."""
     found = []
     for rows in matrix_rows(whole(split.shape) if split.transposed else split):
+        # rows are in the order of the weight; the matrix is made in its own
         order = np.argsort(rows.logical, kind="stable")
         found.append(layout.select_rows(rows.local[order], rows.length[order]))
     return columns_of(split, found) if split.transposed else tuple(found)

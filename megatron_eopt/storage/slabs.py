@@ -32,6 +32,7 @@ def partition_dim_and_group(
     dim = cut_dimension(param)
     if dim == -1:
         return -1, None
+    # without a group, a cut parameter can only be a matrix of its own (blockwise)
     group = _group_of(param, pg_collection, "tp", mode)
     return (-1, None) if _size(group) == 1 else (dim, group)
 
@@ -48,6 +49,7 @@ def row_group(
         return None
     own: dist.ProcessGroup | None = getattr(param, "group", None)
     group = _group_of(param, pg_collection, "gtp_remat", mode) if own is None else own
+    # for `row_cut`, which knows the parameter but no process groups
     if not hasattr(param, "gtp_remat_size"):
         param.gtp_remat_size = _size(group)  # type: ignore[attr-defined]
     return None if _size(group) == 1 else group
@@ -91,12 +93,16 @@ class SlabRanks:
             ranks = Ranks.of(rows)
             return ranks, [(0, piece) for piece in range(ranks.size)]
         if (tensor, rows) not in self._made:
+            # Each rank knows only the tensor-parallel group that it is in. The ranks of `rows` are
+            # in one each, and together know the whole grid.
             members = gather_objects(dist.get_process_group_ranks(tensor), rows)
             places = {
                 rank: (number, piece)
                 for piece, its in enumerate(members)
                 for number, rank in enumerate(its)
             }
+            # a group of the whole grid, because one all-to-all must reach all ranks that have a
+            # part
             group = group_of_members(sorted(places))
             self._made[tensor, rows] = group, [places[rank] for rank in sorted(places)]
         group, found = self._made[tensor, rows]
@@ -120,9 +126,11 @@ def slab(
     size = _size(group)
     shape = list(whole_shape(param) if rows is not None else param.shape)
     if dim != -1:
+        # counted from the end, because experts come first
         shape[dim - 2] *= size
     split = split_of(param, tuple(shape))
     held = param.numel()
+    # whole slabs; a piece of one has its own range below
     fragments = [Fragment(rank, 0, held) for rank, _ in places]
     if rows is not None:
         cuts = zip(fragments, places, strict=True)
