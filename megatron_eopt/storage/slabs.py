@@ -49,6 +49,7 @@ def row_group(
     own: dist.ProcessGroup | None = getattr(param, "group", None)
     group = _group_of(param, pg_collection, "gtp_remat", mode) if own is None else own
     if not hasattr(param, "gtp_remat_size"):
+        # ``row_cut`` would otherwise ask Megatron's global group, which may have another size
         param.gtp_remat_size = _size(group)  # type: ignore[attr-defined]
     return None if _size(group) == 1 else group
 
@@ -91,6 +92,8 @@ class SlabRanks:
             ranks = Ranks.of(rows)
             return ranks, [(0, piece) for piece in range(ranks.size)]
         if (tensor, rows) not in self._made:
+            # each rank knows the members of its own groups only; a row of the grid comes from each
+            # peer
             members = gather_objects(dist.get_process_group_ranks(tensor), rows)
             places = {
                 rank: (number, piece)
@@ -120,6 +123,7 @@ def slab(
     size = _size(group)
     shape = list(whole_shape(param) if rows is not None else param.shape)
     if dim != -1:
+        # dimension 0 means rows, also of a 3-D weight of experts, where rows are dimension -2
         shape[dim - 2] *= size
     split = split_of(param, tuple(shape))
     held = param.numel()
