@@ -43,6 +43,7 @@ class Contents:
             parts = split_key(key)
             if parts is None:
                 continue
+            # two optimizers of a chain have no parameter in common, so nothing is lost
             self._keys[key.removeprefix(parts.chain)] = key
             if parts.kind is None:
                 if parts.name.startswith("buffer_params."):
@@ -59,6 +60,8 @@ class Contents:
         ``reader`` is the optimizer that loads it; ``in_bucket`` says whether its bucket is there.
         """
         if self.kinds or not self.in_buckets:
+            # a parameter that is saved under several keys has a kind of state only if all of them
+            # have it
             stacks = (
                 self.kinds[stack] | self.kinds[key_apart(stack, space.places)]
                 for stack in space.keys
@@ -93,9 +96,11 @@ class Contents:
             name = key_of(piece)
             key = self._keys.get(name, "")
             shape = self.shapes.get(key)
+            # an object, which has no shape, fits if it is there
             fits = key if shape is None else shape == tuple(piece.global_shape)
             if not (fits or (shape and getattr(piece, "allow_shape_mismatch", False))):
                 return None
+            # with the index in a chain, if the checkpoint's keys have one
             found.append(replace(piece, key=key.removesuffix(name) + piece.key))
         return tuple(found)
 

@@ -34,6 +34,7 @@ _KEY = re.compile(
     r"(?P<chain>chained_\d+\.)?optimizer\."
     r"(?:state\.(?P<kind>[^.]+)\.(?P<name>.+?)"
     r"|matrix_state\.(?P<other>[^.]+)\.(?P<place>.+?)\.\d+of\d+(?:\.tp\d+of(?P<slabs>\d+))?"
+    # objects have the number of their shard behind the key (``ShardedObject.unique_key``)
     r"|(?P<rest>.+?))(?:/shard_[\d.]+_[\d.]+)?"
 )
 

@@ -26,6 +26,7 @@ class LoadPlan:
         where = next(iter(values.values())).where
         in_bucket = self._is_in_bucket(values)
         saved = self._contents.state_of(where.space, where.reader.name, in_bucket=in_bucket)
+        # the checkpoint has state by bucket, but this parameter is in none that fits
         self._in_other_buckets |= bool(self._contents.in_buckets) and not saved.keys
 
         @functools.cache
@@ -42,6 +43,8 @@ class LoadPlan:
         self._report.add(where.space.name, found, saved, where.reader)
         for place, value in values.items():
             if value.kind in MAINS:
+                # storages call main weights differently (``base/names.py``), and each reads the
+                # others'
                 kinds = (value.kind, *sorted(MAINS - {value.kind}))
                 main = next((s for kind in kinds if (s := source(place, kind))), None)
                 if main is not None:
@@ -51,6 +54,7 @@ class LoadPlan:
                     self._report.note(text, where.space.name)
             elif value.is_count:
                 count = source(place, STEP)
+                # fresh state counts from 0
                 if count is not None and not found.fresh:
                     self.chosen[place] = count
             elif value.kind in found.origins:

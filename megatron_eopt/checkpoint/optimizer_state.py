@@ -45,6 +45,7 @@ def requested(
     :class:`~megatron_eopt.checkpoint.requests.StateRequests`.
     """
     prepare(links, is_loading=is_loading)
+    # a load takes counts from the checkpoint, a save needs those of all ranks
     known = {} if is_loading else _known_counts(links)
     numbered = [(number, d) for number, its in enumerate(links) for d in its.update_rules]
     counts = None if is_loading else {d: known[number, d.name] for number, d in numbered}
@@ -53,6 +54,7 @@ def requested(
     requests = raise_together(
         lambda: StateRequests(links, model_state, counts, policy, by_bucket=by_bucket)
     )
+    # needs the other ranks, so it follows the part in which a rank may raise
     requests.separate()
     # equal on all ranks: groups, step counts by update rule, and loss scale
     states: list[dict[Any, Any]] = []
@@ -71,6 +73,8 @@ def requested(
     result = states[0] if len(states) == 1 else dict(enumerate(states))
     result[PARAM_STATE] = requests.param_state
     if is_loading:
+        # it returns from ``dist_checkpointing.load`` in the loaded state dict, where ``load`` finds
+        # it
         result[REQUESTS] = LocalNonpersistentObject(requests)
     return result
 
@@ -104,17 +108,17 @@ def _name_params(states: Sequence[dict[Any, Any]], requests: StateRequests) -> N
 
 def prepare(links: Sequence[ChainLink], *, is_loading: bool) -> None:
     """Create all state that can be saved or loaded."""
-    for update_rule, work in _scenes(links):
+    for update_rule, work in _groups_and_states(links):
         (update_rule.allocate_for_load if is_loading else update_rule.init)(*work)
 
 
 def settle(links: Sequence[ChainLink]) -> None:
     """Convert loaded state to the form in which it is kept between steps; collective."""
-    for update_rule, work in _scenes(links):
+    for update_rule, work in _groups_and_states(links):
         update_rule.pack(*work)
 
 
-def _scenes(
+def _groups_and_states(
     links: Sequence[ChainLink],
 ) -> Iterator[tuple[UpdateRule, tuple[list[ParamGroup], State]]]:
     for link in links:
@@ -134,6 +138,7 @@ def _known_counts(links: Sequence[ChainLink]) -> dict[tuple[int, str], int]:
             with link.groups_and_state(update_rule) as (groups, state):
                 steps = [int(found[STEP]) for found in update_rule.counting(groups, state)]
             key = number, update_rule.name
+            # several update rules of a link may have the same name
             mine[key] = max([*steps, mine.get(key, -1)])
     known: dict[tuple[int, str], int] = {}
     for counts in gather_objects(mine):
@@ -171,6 +176,7 @@ def load(links: Sequence[ChainLink], state: Mapping[Any, Any]) -> None:
     loaded = state.get(PARAM_STATE, {})
     # groups and loss scale that are stored with buckets are treated as other optimizers' state
     adopt_common(links, [*children_of(state), *loaded.get("buckets", {}).values()])
+    # after the common counts, which those of single parameters replace
     state[REQUESTS].take(loaded)
 
 

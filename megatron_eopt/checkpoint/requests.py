@@ -53,6 +53,8 @@ class StateRequests:
         self._buckets = bucket_spaces(links)
         # place of each parameter that this rank stores, by optimizer of the chain and group
         self.spaces_of: dict[tuple[int, int], list[ParameterSpace]] = {}
+        # the index of a value names it in the state dict. Ranks need not agree on it, because a
+        # checkpoint goes by the keys of the pieces
         self._values = [
             value
             for number, link in enumerate(links)
@@ -61,6 +63,7 @@ class StateRequests:
         self._chosen = {
             place: (by_bucket and value.in_bucket(value.kind)) or value
             for place, value in enumerate(self._values)
+            # a load asks for counts of single parameters only where ``adapt`` finds some
             if not (value.is_count and counts is None)
         }
         self.param_state: dict[str, Any] = {}
@@ -75,11 +78,14 @@ class StateRequests:
             if value.stacked and value.bucket is None
         }
         for piece in (piece for value in stacked.values() for piece in value.pieces):
+            # copies are not written, so they do not count
             size = math.prod(piece.local_shape) if is_main_replica(piece.replica_id) else 0
             written[piece.key] = written.get(piece.key, 0) + size
             whole[piece.key] = math.prod(piece.global_shape)
+        # a rank knows only its own layers, and sums need equal lists on all ranks
         keys = gather_unique(sorted(written))
         sizes = zip(keys, totals([written.get(key, 0) for key in keys]), strict=True)
+        # torch refuses to save a tensor that the pieces of all ranks do not fill
         parts = {key for key, size in sizes if size < whole.get(key, 0)}
         for place, value in stacked.items():
             if any(piece.key in parts for piece in value.pieces):
@@ -104,6 +110,7 @@ class StateRequests:
         """
         contents = Contents(shapes, SavedGroups(groups, self._optimizers))
         reading = LoadPlan(policy, contents, has_stepped=self._has_stepped)
+        # state of one parameter continues or starts fresh together, see Note [Meaning of state]
         by_parameter: dict[str, dict[int, saved_state.StateValue]] = {}
         for place, value in enumerate(self._values):
             by_parameter.setdefault(value.where.space.name, {})[place] = value
@@ -126,6 +133,7 @@ class StateRequests:
     def _found_in(self, loaded: Mapping[str, Any]) -> dict[int, list[Any]]:
         values = loaded.get("values", {})
         found = {place: list(values.get(str(place), {}).values()) for place in self._chosen}
+        # a value of which a piece is missing counts as missing
         return {p: its for p, its in found.items() if len(its) == len(self._chosen[p].pieces)}
 
     @torch.no_grad()
@@ -146,17 +154,21 @@ class StateRequests:
                 value.take_from_model()
             elif value.where.state is not None and value.kind not in MAXIMA:
                 set_step(value.where.state, 0)
+        # last, because these replace the common count, which ``adopt_common`` has set
         for place in there:
             if self._values[place].is_count:
                 set_step(self._values[place].where.state or {}, int(there[place][0]))
 
     def _ask(self) -> None:
+        # in place, because the state dict that the caller has built refers to this dictionary
         self.param_state.clear()
         self.param_state["values"] = {
             str(place): {str(number): piece for number, piece in enumerate(value.pieces)}
             for place, value in self._chosen.items()
             if value.pieces
         }
+        # groups and loss scale are stored beside the buckets, under the prefix under which one was
+        # found
         prefixes = {value.bucket for value in self._chosen.values()}
         buckets = {
             str(number): space.common(prefix)
@@ -182,6 +194,7 @@ class StateRequests:
             for update_rule, number, main in link.stepped()
         }
         kept = list(saved_state.unsharded_state_of(link))
+        # a rank may own a matrix of which it stores no part
         params = dict.fromkeys([item.param for item in stored] + [param for _, param, _ in kept])
         spaces = parameter_spaces(model_state, params)
         for item in stored:
@@ -201,11 +214,15 @@ class StateRequests:
             for kind, tensor in tensors.items():
                 yield saved_state.sharded_value(kind, tensor, where)
             yield from self._count(update_rule, where, (0, 1), writes=where.holds_first)
+        # several values share one state with one count, which is requested once
         counted = {id(state) for state in states.values()}
         for update_rule, param, its in kept:
             state = states.get((update_rule, its.shard))
             if update_rule.counts_matrices or state is None:
+                # a count for each matrix is beside the value, and so is a parameter's on an owner
+                # that stores no part of it
                 state = its.container
+            # a counter of the whole group is a value like others, and no state has it
             if its.path[0] == OF_GROUPS:
                 state = None
             replica = storage.replica_of_matrix(param, spaces[param].sharded.replica_id)
@@ -250,6 +267,7 @@ def bucket_spaces(links: Sequence[ChainLink]) -> dict[int, saved_state.BucketSpa
     for number, link in enumerate(links):
         if link.storage.in_buffers and not link.storage.is_stub_optimizer:
             chained = f"chained_{number}."
+            # the writer may have had another number of optimizers, and one alone has no prefix
             likely = (chained, "") if len(links) > 1 else ("", chained)
             spaces[number] = saved_state.BucketSpace(
                 link.storage, likely[: 2 if number == 0 else 1]
