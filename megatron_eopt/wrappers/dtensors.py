@@ -162,8 +162,8 @@ def _held_by_all(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> I
     """
     mine = [local_of(param).numel() for param in params]
     asks = group is not None and any(map(is_uneven, params))
-    gather_unique = gather_objects(mine, group) if asks else [mine]
-    return np.array(gather_unique, np.int64).reshape(-1, len(mine))
+    of_ranks = gather_objects(mine, group) if asks else [mine]
+    return np.array(of_ranks, np.int64).reshape(-1, len(mine))
 
 
 def _layouts(

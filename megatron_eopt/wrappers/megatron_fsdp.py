@@ -90,9 +90,9 @@ def shards_of_parameters(model_chunks: Iterable[nn.Module]) -> dict[Tensor, nn.P
         for _, shard in module.param_and_grad_buffer.optimizer_named_parameters
     }
     # how gradients are counted in norms, and the global name
-    told = ("allreduce", require_upstream("GRAD_NORM_GROUP_ATTR"), GLOBAL_NAME_ATTRIBUTE)
+    copied = ("allreduce", require_upstream("GRAD_NORM_GROUP_ATTR"), GLOBAL_NAME_ATTRIBUTE)
     for param, shard in shards.items():
-        vars(shard).update({k: v for k, v in vars(param).items() if k in told})
+        vars(shard).update({k: v for k, v in vars(param).items() if k in copied})
     return shards
 
 
