@@ -8,7 +8,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_eopt.base.names import MAINS, MOMENTUM, STEP
-from megatron_eopt.checkpoint.keys import key_apart, split_key
+from megatron_eopt.checkpoint.keys import split_key, unstacked_key
 from megatron_eopt.checkpoint.parameter_space import ParameterSpace
 from megatron_eopt.optimizers.continuation import SavedState
 from megatron_eopt.optimizers.saved_groups import SavedGroups
@@ -63,7 +63,7 @@ class Contents:
             # a parameter that is saved under several keys has a kind of state only if all of them
             # have it
             stacks = (
-                self.kinds[stack] | self.kinds[key_apart(stack, space.places)]
+                self.kinds[stack] | self.kinds[unstacked_key(stack, space.places)]
                 for stack in space.keys
             )
             # state of matrices is under the parameter's own name only
@@ -105,7 +105,7 @@ class Contents:
         return tuple(found)
 
 
-def apart(pieces: Pieces, stacked: int) -> Pieces:
+def unstacked(pieces: Pieces, stacked: int) -> Pieces:
     """Return pieces of stacked tensors as tensors per layer or expert; see Note [Keys].
 
     ``stacked`` is the number of leading dimensions that index layers or experts.
@@ -114,7 +114,7 @@ def apart(pieces: Pieces, stacked: int) -> Pieces:
     return tuple(
         replace(
             piece,
-            key=key_apart(piece.key, piece.global_offset[:stacked]),
+            key=unstacked_key(piece.key, piece.global_offset[:stacked]),
             global_shape=ones + tuple(piece.global_shape[stacked:]),
             global_offset=zeros + tuple(piece.global_offset[stacked:]),
         )

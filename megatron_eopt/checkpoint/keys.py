@@ -65,7 +65,7 @@ def kind_of(path: Sequence[str]) -> str:
     return "/".join(name.translate(escape) for name in path)
 
 
-def key_apart(key: str, places: Sequence[int]) -> str:
+def unstacked_key(key: str, places: Sequence[int]) -> str:
     """Return the key of the entry at ``places`` of a stacked tensor's leading dimensions."""
     return ".".join([key, *map(str, places)])
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.place import row_cut, whole_shape
-from megatron_eopt.checkpoint.keys import key_apart, state_key, tensors
+from megatron_eopt.checkpoint.keys import state_key, tensors, unstacked_key
 
 type _Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -51,7 +51,7 @@ class ParameterSpace:
         self.prepended = pieces[0].prepend_axis_num
         self.places = tuple(pieces[0].global_offset[: self.prepended])
         self.key = key  # of its stack, if it is a layer or an expert of one
-        self.name = key_apart(key, self.places)  # unique in the model
+        self.name = unstacked_key(key, self.places)  # unique in the model
 
     def pieces(
         self, kind: str, flat: Tensor, start: int, replica: tuple[int, ...]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.names import MAINS, STEP
-from megatron_eopt.checkpoint.contents import Contents, Piece, Pieces, apart
+from megatron_eopt.checkpoint.contents import Contents, Piece, Pieces, unstacked
 from megatron_eopt.checkpoint.keys import (
     buffer_params_key,
     kind_of,
@@ -92,7 +92,10 @@ class BucketSpace:
 
 @dataclass(frozen=True)
 class ParameterLocation:
-    """The places of one parameter's values, on this rank and in checkpoints."""
+    """What all values of one parameter share: where they are, and which optimizer they belong to.
+
+    Matrices on owner ranks have one of their own, since they have other copies.
+    """
 
     space: ParameterSpace  # the place of its elements in checkpoints
     replica: tuple[int, ...]  # replica id; zeros for the copy that is written
@@ -111,7 +114,11 @@ class ParameterLocation:
 
 @dataclass(frozen=True)
 class StateValue:
-    """One state value on this rank, with its place in a checkpoint."""
+    """One state value on this rank, with its place in a checkpoint.
+
+    Main weights and state that is sharded like its parameter have ``flat``, all other state has
+    ``kept``, and a step count has neither.
+    """
 
     where: ParameterLocation  # the parameter
     kind: str  # kind of state
@@ -136,7 +143,7 @@ class StateValue:
         pieces = tuple(replace(p, key=p.key.replace(own, other, 1)) for p in self.pieces)
         yield pieces
         if self.stacked:
-            yield apart(pieces, self.stacked)
+            yield unstacked(pieces, self.stacked)
 
     def found_in(self, contents: Contents, kind: str) -> "StateValue | None":
         """Return this value where a checkpoint has a fitting kind of state; None without."""

@@ -17,12 +17,12 @@ from megatron_eopt.wrappers.zero1.buffers import BufferSet, RankGrid
 
 
 class BufferRange(NamedTuple):
-    """Position of a parameter in its bucket; a rank holds ``shard`` elements of the bucket."""
+    """Position of a parameter in its bucket, which is cut evenly over the data-parallel ranks."""
 
     name: str
-    start: int
+    start: int  # of the parameter, counted from the bucket's first element
     stop: int
-    shard: int
+    shard: int  # elements of the bucket on each rank
 
     def held_by(self, data_rank: int) -> tuple[int, int]:
         """Return the range of the flattened parameter on a rank, or ``(0, 0)``."""
