@@ -32,6 +32,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with importing_quietly():
         value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+    # found without this function the next time
     globals()[name] = value
     return value
 

@@ -73,6 +73,7 @@ class BridgeOptimizerConfig(EmergingOptimizerConfig):
             ConfigurationTypeError: If a value has the wrong type.
         """
         settings = resolve(self)
+        # only now, since it checks values and fills in those that depend on others
         super().__post_init__()
         if settings.storage == "sharded":
             self.use_distributed_optimizer = True

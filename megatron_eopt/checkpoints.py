@@ -43,5 +43,6 @@ def load(
         CheckpointError: If the metadata of the checkpoint cannot be read.
         ConfigurationError: If state is missing, or starts fresh in an optimizer that has stepped.
     """
+    # before the load, which fails for a key that the checkpoint lacks
     match(sharded_state_dict, Path(folder), Policy(frozenset(fresh), momentum_from_adam))
     return serialization.load(sharded_state_dict, str(folder), **kwargs)

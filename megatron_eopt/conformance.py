@@ -127,6 +127,7 @@ def check(
     wraps = [in_rows, in_zero1] if storage is None else [storage]
     cases = [_Case(optimizer, fields, wrap) for wrap in wraps]
     if storage is None:
+        # the only storage that off-loads
         cases.append(_Case(optimizer, fields, in_zero1, off_loads=True))
     whole = _Case(optimizer, fields, storage or in_zero1, _LARGE)
     with tempfile.TemporaryDirectory() as folder:
@@ -203,6 +204,7 @@ def _resumed(case: _Case, expected: _Trained, tolerance: float, folder: Path) ->
     chunk, chain = _built(case)
     with torch.no_grad():
         for param in chunk.parameters():
+            # so that only what is loaded can be right
             local_of(param).zero_()
     loaded = checkpoints.load(_state(chunk, chain, is_loading=True), folder)
     with torch.no_grad():
@@ -541,6 +543,7 @@ def _reply(pipe: Any, rank: int, timeout: float) -> tuple[str | None, Any]:
 
 
 def _serve(rank: int, ranks: int, store: str, pipe: Any, job: bytes) -> None:
+    # a process group of its own, which the parent can end with all its children
     os.setpgid(0, 0)
     torch.set_num_threads(1)
     cpu.enable()
@@ -556,6 +559,7 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any, job: bytes) -> None:
         function, args = pickle.loads(job)
         reply = None, function(*args)
     except Exception:
+        # as text, because an error may hold what cannot be pickled
         reply = traceback.format_exc(), None
     pipe.send_bytes(pickle.dumps(reply))
     # the parent ends this process once all ranks have replied

@@ -39,6 +39,7 @@ __all__ = [
     "validate_coefficient_type",
 ]
 
+# the same dictionary, so that scripts that add entries to it register optimizers
 _EMERGING_OPTIMIZERS = registry.entries()
 
 

@@ -109,6 +109,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     target.add_argument("script", nargs="?", metavar="SCRIPT", help="path of a Python file")
     module_help = "name of a module to run instead"
     target.add_argument("-m", dest="module", metavar="MODULE", help=module_help)
+    # the rest belongs to the script, whose flags may look like the launcher's
     own = 2 if arguments[:1] == ["-m"] else 1
     options = parser.parse_args(arguments[:own])
     if options.script is not None and not Path(options.script).is_file():
@@ -132,12 +133,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.script is not None:
         target = f"script:{os.path.abspath(options.script)}"
         if not sys.flags.safe_path:
+            # as Python does for a script; with -P (safe_path) it adds no folder
             sys.path[0] = str(Path(options.script).resolve().parent)
     # child processes read it, see _MainSpec
     os.environ[_TARGET] = target
     program = _prepare(target)
     if options.module is not None:
         sys.argv[0] = program.file
+    # pickle finds the script's classes under this name
     module = sys.modules["__main__"] = ModuleType("__main__")
     program.run(vars(module))
 

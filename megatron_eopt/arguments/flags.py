@@ -17,6 +17,7 @@ from megatron_eopt.config.registry import optimizer_names
 def choices_of_trainer_flags() -> dict[str, tuple[str, ...]]:
     """Return our choices for flags that the trainer's parser may already have, by parsed name."""
     names = optimizer_names()
+    # resolving a configuration warns of these names
     old = tuple(f"dist_{name}" for name in names if name not in STANDARD_OPTIMIZERS)
     coefficients, scalars = coefficient_names(), SCALAR_OPTIMIZERS
     muons = {"muon_coefficient_type": coefficients, "muon_scalar_optimizer": scalars}

@@ -85,12 +85,14 @@ def _fill_after_parsing(parser: argparse.ArgumentParser) -> None:
     actions = [action for action in parser._actions if action.dest in _FILLED]
     trainers = {a.dest: a.default for a in actions if a.default is not None}
     for action in actions:
+        # so that ``_fill`` can tell flags that were not given
         action.default = None
     parse_known_args = parser.parse_known_args
 
     def parse(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         argv = None if args is None else list(args)
         _import_files(argv)
+        # once more, because an imported file may have registered an optimizer
         _set_choices(parser)
         preset = {} if namespace is None else dict(vars(namespace))
         parsed, rest = parse_known_args(argv, namespace)
@@ -100,6 +102,7 @@ def _fill_after_parsing(parser: argparse.ArgumentParser) -> None:
         _fill(parsed, trainers)
         return parsed, rest
 
+    # ``parse_args`` calls this method, too
     parser.parse_known_args = parse  # type: ignore[method-assign,assignment]
 
 
@@ -108,6 +111,8 @@ def _given_flags(parse: Callable[..., Any], argv: Sequence[str] | None) -> dict[
 
     ``parse`` is the parser's ``parse_known_args``; ``argv`` is None for ``sys.argv``.
     """
+    # argparse does not tell given values from defaults, so it parses again, with values in the
+    # namespace that nobody can give
     parsed, _ = parse(argv, argparse.Namespace(**dict.fromkeys(ALLOWED, _ABSENT)))
     given = new_names({n: value for n, value in vars(parsed).items() if value is not _ABSENT})
     return {name: given[name] for name in ALLOWED if name in given}
@@ -124,6 +129,7 @@ def _merge_file(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
         hint = "Pass only one of them"
         raise ConfigurationError("--optimizer-config", args.optimizer_config, rule, hint)
     file = read_optimizer_file(args.optimizer_config)
+    # only for its checks; the values are merged with the flags one by one
     file.config()
     for name, value in file.values.items():
         if name in given and given[name] != value:

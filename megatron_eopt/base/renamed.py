@@ -82,6 +82,7 @@ def takes_old_arguments[F: Callable[..., Any]](**names: str) -> Callable[[F], F]
                     kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
 
+        call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
         return call  # type: ignore[return-value]
 
     return decorate

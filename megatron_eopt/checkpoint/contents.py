@@ -8,7 +8,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_eopt.base.names import MAINS, MOMENTUM, STEP
-from megatron_eopt.checkpoint.keys import key_apart, split_key
+from megatron_eopt.checkpoint.keys import split_key, unstacked_key
 from megatron_eopt.checkpoint.parameter_space import ParameterSpace
 from megatron_eopt.optimizers.continuation import SavedState
 from megatron_eopt.optimizers.saved_groups import SavedGroups
@@ -43,6 +43,7 @@ class Contents:
             parts = split_key(key)
             if parts is None:
                 continue
+            # two optimizers of a chain have no parameter in common, so nothing is lost
             self._keys[key.removeprefix(parts.chain)] = key
             if parts.kind is None:
                 if parts.name.startswith("buffer_params."):
@@ -59,8 +60,10 @@ class Contents:
         ``reader`` is the optimizer that loads it; ``in_bucket`` says whether its bucket is there.
         """
         if self.kinds or not self.in_buckets:
+            # a parameter that is saved under several keys has a kind of state only if all of them
+            # have it
             stacks = (
-                self.kinds[stack] | self.kinds[key_apart(stack, space.places)]
+                self.kinds[stack] | self.kinds[unstacked_key(stack, space.places)]
                 for stack in space.keys
             )
             # state of matrices is under the parameter's own name only
@@ -93,14 +96,16 @@ class Contents:
             name = key_of(piece)
             key = self._keys.get(name, "")
             shape = self.shapes.get(key)
+            # an object, which has no shape, fits if it is there
             fits = key if shape is None else shape == tuple(piece.global_shape)
             if not (fits or (shape and getattr(piece, "allow_shape_mismatch", False))):
                 return None
+            # with the index in a chain, if the checkpoint's keys have one
             found.append(replace(piece, key=key.removesuffix(name) + piece.key))
         return tuple(found)
 
 
-def apart(pieces: Pieces, stacked: int) -> Pieces:
+def unstacked(pieces: Pieces, stacked: int) -> Pieces:
     """Return pieces of stacked tensors as tensors per layer or expert; see Note [Keys].
 
     ``stacked`` is the number of leading dimensions that index layers or experts.
@@ -109,7 +114,7 @@ def apart(pieces: Pieces, stacked: int) -> Pieces:
     return tuple(
         replace(
             piece,
-            key=key_apart(piece.key, piece.global_offset[:stacked]),
+            key=unstacked_key(piece.key, piece.global_offset[:stacked]),
             global_shape=ones + tuple(piece.global_shape[stacked:]),
             global_offset=zeros + tuple(piece.global_offset[stacked:]),
         )

@@ -55,6 +55,7 @@ def check_all(folder: Path) -> Files:
     Raises:
         CheckpointError: If a file is missing or damaged; names it.
     """
+    # one rank lists the folder, which on a shared file system may look different to others
     files = from_rank_0(lambda: _files_in(folder))
     raise_together(lambda: _check_share(files))
     return files
@@ -158,6 +159,7 @@ def _files_in(folder: Path) -> Files:
     if complete_folder(folder) is None:
         raise damaged(folder, "is no complete checkpoint: a save to this folder has not finished")
     if (folder / CONFIG).exists():
+        # other back ends have files of their own, which are not checked
         if _backend_of(folder / CONFIG) != "torch_dist":
             return Files("torch_dist")
         return Files("torch_dist", _tensors_in(folder, read_metadata(folder)))
@@ -195,6 +197,7 @@ def _tensors_in(folder: Path, metadata: Metadata) -> dict[Path, tuple[Slice, Sli
         # a compressed tensor does not start and end as torch writes it
         if not getattr(item, "transform_descriptors", None):
             found.setdefault(folder / item.relative_path, []).append((item.offset, item.length))
+    # tensors are written one after another, so the last one ends where the file does
     return {path: (min(slices), max(slices)) for path, slices in found.items()}
 
 
@@ -202,6 +205,7 @@ def _check_share(files: Files) -> None:
     """Check this rank's share of a checkpoint's files."""
     alone = not distributed.is_initialized()
     rank, world = (0, 1) if alone else (distributed.get_rank(), distributed.get_world_size())
+    # each rank checks every n-th file
     for path in sorted(files.tensors)[rank::world]:
         _check_tensors(path, *files.tensors[path])
     for folder in files.ranks[rank::world]:
@@ -211,12 +215,14 @@ def _check_share(files: Files) -> None:
 def _check_tensors(path: Path, first: Slice, last: Slice) -> None:
     if not path.exists():
         raise damaged(path, "does not exist")
+    # offset plus length of the last tensor
     size, wanted = path.stat().st_size, sum(last)
     if size < wanted:
         raise damaged(path, f"has {size:,} of {wanted:,} bytes")
     with path.open("rb") as file:
         file.seek(first[0])
         start = file.read(len(_ZIP_START))
+        # torch saves each tensor as a zip archive, which ends with a record of this size
         file.seek(wanted - _ZIP_END_BYTES, io.SEEK_SET)
         end = file.read(len(_ZIP_END))
     if (start, end) != (_ZIP_START, _ZIP_END):

@@ -71,6 +71,7 @@ def load(link: ChainLink, loaded: Mapping[str, Any]) -> None:
     """
     storage: Any = link.storage
     optimizer, state = storage.optimizer, loaded["state"]
+    # all groups step together, so the largest count is that of all
     steps = max((int(meta.get(STEP, 0)) for meta in loaded[GROUPS].values()), default=0)
     states = {}
     for param in (param for group in optimizer.param_groups for param in group["params"]):
@@ -87,6 +88,7 @@ def load(link: ChainLink, loaded: Mapping[str, Any]) -> None:
         states[optimizer.names[param]] = found
     names = {storage._param_name(param): name for param, name in optimizer.names.items()}
     groups = [{**meta, "params": [names[name]]} for name, meta in loaded[GROUPS].items()]
+    # in torch's form, with one group for each parameter
     state_dict = {"state": states, "param_groups": groups}
     # what may be missing was decided before the load
     kinds = frozenset(kind for values in optimizer.state.values() for kind in values)
@@ -135,6 +137,7 @@ def contents_of(folder: str) -> Contents | None:
     # only these values matter before the load
     keys = [key for key in shapes if key.startswith(prefix) and key.rpartition(".")[2] in _TOLD]
     values: dict[str, Any] = dict.fromkeys(keys)
+    # only rank 0 is here, so this must not be collective
     load_checkpoint(values, checkpoint_id=folder, no_dist=True)
     for key, value in values.items():
         name, _, setting = key.removeprefix(prefix).rpartition(".")
@@ -203,6 +206,8 @@ def match(
                 del values[kind]
         for kind, origin in found.origins.items():
             if origin.key != kind:
+                # the tensor stays, and is filled with what the other key has; ``load`` renames it
+                # back
                 values[origin.key] = values.pop(kind)
     report.refuse("checkpoint", has_stepped=has_stepped)
     for name, meta in wanted[GROUPS].items():

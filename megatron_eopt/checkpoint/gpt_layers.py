@@ -23,6 +23,8 @@ _layers: ContextVar[GPTCompatLayerMaps | None] = ContextVar("_layers", default=N
 def noting_layers(original: Function, *values: Any, **kwargs: Any) -> Any:
     """Wrap the trainer's function that matches layers, and store its result for this load."""
     layers, loads_state = original(*values, **kwargs)
+    # the trainer calls this before it builds the state to load, and passes the result on to no
+    # optimizer
     _layers.set(layers if loads_state else None)
     return layers, loads_state
 

@@ -34,6 +34,7 @@ _KEY = re.compile(
     r"(?P<chain>chained_\d+\.)?optimizer\."
     r"(?:state\.(?P<kind>[^.]+)\.(?P<name>.+?)"
     r"|matrix_state\.(?P<other>[^.]+)\.(?P<place>.+?)\.\d+of\d+(?:\.tp\d+of(?P<slabs>\d+))?"
+    # objects have the number of their shard behind the key (``ShardedObject.unique_key``)
     r"|(?P<rest>.+?))(?:/shard_[\d.]+_[\d.]+)?"
 )
 
@@ -64,7 +65,7 @@ def kind_of(path: Sequence[str]) -> str:
     return "/".join(name.translate(escape) for name in path)
 
 
-def key_apart(key: str, places: Sequence[int]) -> str:
+def unstacked_key(key: str, places: Sequence[int]) -> str:
     """Return the key of the entry at ``places`` of a stacked tensor's leading dimensions."""
     return ".".join([key, *map(str, places)])
 

@@ -40,6 +40,7 @@ def save(link: ChainLink, main: str | None, names: Names) -> dict[str, Any]:
     storage: Any = link.storage
     if storage.is_stub_optimizer:
         return {}
+    # megatron-core keeps fragments out of the common file, and writes them by other methods
     is_whole = not isinstance(storage, DistributedOptimizer)
     if is_whole:
         prepare([link], is_loading=False)
@@ -71,6 +72,7 @@ def load(links: Sequence[ChainLink], state: Any, policy: Policy, names: Names) -
             link.storage.optimizer.allocate_for_load()
         elif not link.storage.is_stub_optimizer:
             prepare([link], is_loading=True)
+    # two phases: all ranks check all optimizers, then write, so that an error changes nothing
     for write in raise_together(lambda: _checked(links, state, policy, names)):
         raise_together(write)
 
@@ -111,6 +113,7 @@ def _load(link: ChainLink, part: Mapping[str, Any], policy: Policy, names: Names
 
     @torch.no_grad()
     def write() -> None:
+        # before the state, whose own counts replace the common one
         adopt_common([link], part)
         write_state()
         for target, value in mains:
@@ -167,6 +170,7 @@ def _mains(
     for item in link.storage.main_shards():
         if item.main is item.param or not hasattr(link.storage, "fp32_from_float16_groups"):
             continue
+        # without main weights in the checkpoint, the model's weights, which were loaded before
         value = saved.get(match.number_of(names[item.param]), item.param)
         if local_of(value).shape != local_of(item.main).shape:
             rule = f"must have shape {tuple(local_of(item.main).shape)}, as on this rank"
@@ -187,6 +191,7 @@ def _misfit(value: Any, own: Any, key: str) -> str | None:
     for path, mine in leaves(own, (key,)):
         its = tuple(torch.as_tensor(saved.get(path, ())).shape)
         shape = tuple(torch.as_tensor(mine).shape)
+        # sides of 1 may differ, as between counters of shape () and (1,)
         if [n for n in its if n != 1] != [n for n in shape if n != 1]:
             return f"of shape {its} must have shape {shape}"
     return None

@@ -40,12 +40,14 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
     """
     requests = list(_requests(sharded_state_dict))
     shapes, groups = from_rank_0(lambda: _content(folder))
+    # the caller's and each optimizer's own configuration allow differences
     policy = functools.reduce(operator.or_, (item.policy for item in requests), policy)
     notes = raise_together(
         lambda: [note for r in requests for note in r.adapt(shapes, groups, policy)]
     )
     # a parameter may be on some ranks only
     log_notes(gather_unique(notes))
+    # last, because it replaces entries of the requests by factories
     fill_new_rows(sharded_state_dict, shapes)
 
 

@@ -26,38 +26,42 @@ class LoadPlan:
         where = next(iter(values.values())).where
         in_bucket = self._is_in_bucket(values)
         saved = self._contents.state_of(where.space, where.reader.name, in_bucket=in_bucket)
+        # the checkpoint has state by bucket, but this parameter is in none that fits
         self._in_other_buckets |= bool(self._contents.in_buckets) and not saved.keys
 
         @functools.cache
-        def source(place: int, kind: str) -> StateValue | None:
-            return values[place].found_in(self._contents, kind)
+        def source(index: int, kind: str) -> StateValue | None:
+            return values[index].found_in(self._contents, kind)
 
         def fits(kind: str, other: str) -> bool:
-            mine = (place for place, value in values.items() if value.kind == kind)
-            return all(source(place, other) is not None for place in mine)
+            mine = (index for index, value in values.items() if value.kind == kind)
+            return all(source(index, other) is not None for index in mine)
 
         # step counts may be missing, because the checkpoint also has one for all parameters
         wanted = {value.kind for value in values.values()} - MAINS - {STEP}
         found = continuation_of(wanted, where.reader, saved, self._policy, fits)
         self._report.add(where.space.name, found, saved, where.reader)
-        for place, value in values.items():
+        for index, value in values.items():
             if value.kind in MAINS:
+                # storages call main weights differently (``base/names.py``), and each reads the
+                # others'
                 kinds = (value.kind, *sorted(MAINS - {value.kind}))
-                main = next((s for kind in kinds if (s := source(place, kind))), None)
+                main = next((s for kind in kinds if (s := source(index, kind))), None)
                 if main is not None:
-                    self.chosen[place] = main
+                    self.chosen[index] = main
                 else:
                     text = "main weights are copied from the model's weights"
                     self._report.note(text, where.space.name)
             elif value.is_count:
-                count = source(place, STEP)
+                count = source(index, STEP)
+                # fresh state counts from 0
                 if count is not None and not found.fresh:
-                    self.chosen[place] = count
+                    self.chosen[index] = count
             elif value.kind in found.origins:
                 origin = found.origins[value.kind]
-                its = source(place, origin.key)
+                its = source(index, origin.key)
                 assert its is not None
-                self.chosen[place] = replace(its, factor=origin.factor)
+                self.chosen[index] = replace(its, factor=origin.factor)
 
     def notes(self) -> list[Note]:
         """Return all differences from the checkpoint."""

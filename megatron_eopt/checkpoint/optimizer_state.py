@@ -45,25 +45,29 @@ def requested(
     :class:`~megatron_eopt.checkpoint.requests.StateRequests`.
     """
     prepare(links, is_loading=is_loading)
+    # a load takes counts from the checkpoint, a save needs those of all ranks
     known = {} if is_loading else _known_counts(links)
-    numbered = [(number, d) for number, its in enumerate(links) for d in its.update_rules]
-    counts = None if is_loading else {d: known[number, d.name] for number, d in numbered}
+    numbered = [(number, rule) for number, link in enumerate(links) for rule in link.update_rules]
+    counts = None if is_loading else {rule: known[number, rule.name] for number, rule in numbered}
     if is_loading:
         raise_together(lambda: name_as_in_checkpoint(model_state))
     requests = raise_together(
         lambda: StateRequests(links, model_state, counts, policy, by_bucket=by_bucket)
     )
-    requests.separate()
+    # needs the other ranks, so it follows the part in which a rank may raise
+    requests.unstack_partial()
     # equal on all ranks: groups, step counts by update rule, and loss scale
     states: list[dict[Any, Any]] = []
     for number, link in enumerate(links):
         if link.storage.is_stub_optimizer:
             states.append({})
             continue
-        steps = [(counts or {}).get(d, -1) for d in link.update_rules for _ in link.groups_of(d)]
+        steps = [
+            (counts or {}).get(rule, -1) for rule in link.update_rules for _ in link.groups_of(rule)
+        ]
         if not link.update_rules:
             # other pipeline stages have all parameters of these groups
-            count = max((c for (place, _), c in known.items() if place == number), default=-1)
+            count = max((c for (position, _), c in known.items() if position == number), default=-1)
             steps = [count] * len(link.storage.optimizer.param_groups)
         states.append(link.storage.common_state(steps, main))
     if not is_loading:
@@ -71,6 +75,8 @@ def requested(
     result = states[0] if len(states) == 1 else dict(enumerate(states))
     result[PARAM_STATE] = requests.param_state
     if is_loading:
+        # it returns from ``dist_checkpointing.load`` in the loaded state dict, where ``load`` finds
+        # it
         result[REQUESTS] = LocalNonpersistentObject(requests)
     return result
 
@@ -85,36 +91,36 @@ def _name_params(states: Sequence[dict[Any, Any]], requests: StateRequests) -> N
 
     A stack whose layers or experts are all in one group has one name.
     """
-    places = gather_unique(
-        (place, group, space.key, space.name)
-        for (place, group), spaces in requests.spaces_of.items()
+    entries = gather_unique(
+        (position, group, space.key, space.name)
+        for (position, group), spaces in requests.spaces_of.items()
         for space in spaces
     )
     groups_of: dict[str, set[tuple[int, int]]] = {}
-    for place, number, key, _ in places:
-        groups_of.setdefault(key, set()).add((place, number))
+    for position, number, key, _ in entries:
+        groups_of.setdefault(key, set()).add((position, number))
     named: dict[tuple[int, int], dict[str, None]] = {}
-    for place, number, key, name in sorted(places):
+    for position, number, key, name in sorted(entries):
         shown = key if len(groups_of[key]) == 1 else name
-        named.setdefault((place, number), {})[shown] = None
-    for place, state in enumerate(states):
+        named.setdefault((position, number), {})[shown] = None
+    for position, state in enumerate(states):
         for number, group in enumerate(inner_of(state).get("param_groups", ())):
-            group[PARAM_NAMES] = list(named.get((place, number), ()))
+            group[PARAM_NAMES] = list(named.get((position, number), ()))
 
 
 def prepare(links: Sequence[ChainLink], *, is_loading: bool) -> None:
     """Create all state that can be saved or loaded."""
-    for update_rule, work in _scenes(links):
+    for update_rule, work in _groups_and_states(links):
         (update_rule.allocate_for_load if is_loading else update_rule.init)(*work)
 
 
 def settle(links: Sequence[ChainLink]) -> None:
     """Convert loaded state to the form in which it is kept between steps; collective."""
-    for update_rule, work in _scenes(links):
+    for update_rule, work in _groups_and_states(links):
         update_rule.pack(*work)
 
 
-def _scenes(
+def _groups_and_states(
     links: Sequence[ChainLink],
 ) -> Iterator[tuple[UpdateRule, tuple[list[ParamGroup], State]]]:
     for link in links:
@@ -126,7 +132,7 @@ def _scenes(
 def _known_counts(links: Sequence[ChainLink]) -> dict[tuple[int, str], int]:
     """Return the step count of each update rule's state, -1 if it has none; collective.
 
-    Keys are a place in the chain and an update rule's name, because a rank may lack an update rule.
+    Keys are a position in the chain and a rule's name, because a rank may lack an update rule.
     """
     mine: dict[tuple[int, str], int] = {}
     for number, link in enumerate(links):
@@ -134,6 +140,7 @@ def _known_counts(links: Sequence[ChainLink]) -> dict[tuple[int, str], int]:
             with link.groups_and_state(update_rule) as (groups, state):
                 steps = [int(found[STEP]) for found in update_rule.counting(groups, state)]
             key = number, update_rule.name
+            # several update rules of a link may have the same name
             mine[key] = max([*steps, mine.get(key, -1)])
     known: dict[tuple[int, str], int] = {}
     for counts in gather_objects(mine):
@@ -171,6 +178,7 @@ def load(links: Sequence[ChainLink], state: Mapping[Any, Any]) -> None:
     loaded = state.get(PARAM_STATE, {})
     # groups and loss scale that are stored with buckets are treated as other optimizers' state
     adopt_common(links, [*children_of(state), *loaded.get("buckets", {}).values()])
+    # after the common counts, which those of single parameters replace
     state[REQUESTS].take(loaded)
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.place import row_cut, whole_shape
-from megatron_eopt.checkpoint.keys import key_apart, state_key, tensors
+from megatron_eopt.checkpoint.keys import state_key, tensors, unstacked_key
 
 type _Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -42,6 +42,7 @@ class ParameterSpace:
 
     def __init__(self, key: str, held: Tensor, pieces: Sequence[ShardedTensor]) -> None:
         self._pieces = pieces
+        # pieces are views of this tensor, whose offsets count from its storage's first element
         self._first = held.storage_offset()
         self.sharded = pieces[0]  # global shape and replica id are the same for all pieces
         # keys of the model's tensors that contain it
@@ -50,7 +51,7 @@ class ParameterSpace:
         self.prepended = pieces[0].prepend_axis_num
         self.places = tuple(pieces[0].global_offset[: self.prepended])
         self.key = key  # of its stack, if it is a layer or an expert of one
-        self.name = key_apart(key, self.places)  # unique in the model
+        self.name = unstacked_key(key, self.places)  # unique in the model
 
     def pieces(
         self, kind: str, flat: Tensor, start: int, replica: tuple[int, ...]
@@ -66,6 +67,7 @@ class ParameterSpace:
         for piece, shape, offset, first, strides in self._boxes(start, start + flat.numel()):
             yield ShardedTensor(
                 state_key(kind, piece.key),
+                # a view: a load writes to the state through it, and a save copies nothing
                 flat.as_strided(shape, strides, flat.storage_offset() + first),
                 flat.dtype,
                 shape,
@@ -79,12 +81,14 @@ class ParameterSpace:
 
     def has_first(self, start: int, stop: int) -> bool:
         """Whether the first element of the unsharded parameter is in a local range."""
+        # the offset in the whole parameter is 0, without the index of its layer or expert
         return any(not any(box[2][self.prepended :]) for box in self._boxes(start, stop))
 
     def _boxes(self, start: int, stop: int) -> Iterator[_Box]:
         for piece in self._pieces:
             data, ones = piece.data, (1,) * piece.prepend_axis_num
             strides = (*(data.numel() for _ in ones), *data.stride())
+            # first index of the local range, counted from this entry's first element
             before = start - data.storage_offset() + self._first
             for part, shape in cut((*ones, *data.shape), strides, before, before + stop - start):
                 offset = tuple(map(operator.add, piece.global_offset, part))
@@ -130,6 +134,7 @@ def parameter_spaces(
             )
         key, pieces = found[0][0], [piece for _, piece in found]
         stored = held
+        # an 8-bit weight is represented by a tensor without memory, see ``_with_plain_data``
         if is_float8tensor(held):
             stored = pieces[0].data if pieces[0].data._base is None else pieces[0].data._base
         if sum(piece.data.numel() for piece in pieces) != held.numel() or not all(
@@ -182,6 +187,7 @@ def _rows_without_padding(
     """
     first, axis, height = pieces[0], pieces[0].prepend_axis_num, held.shape[0]
     per_key = sum(piece.key == first.key for piece in pieces)
+    # megatron-core numbers pieces as if all ranks' rows were one after another in the tensor
     number, cuts = first.global_offset[axis] // first.local_shape[0], row_cut(held).size
     slab, cut_number = divmod(number, cuts)
     slabs = first.axis_fragmentations[axis] // (cuts * per_key)
@@ -222,7 +228,9 @@ def cut(sizes: Sequence[int], strides: Sequence[int], start: int, stop: int) -> 
             yield (), ()
         return
     (size, *inner_sizes), (stride, *inner_strides) = sizes, strides
+    # from the first to the last element of a row; between rows there may be gaps
     extent = 1 + sum((n - 1) * s for n, s in zip(inner_sizes, inner_strides, strict=True))
+    # rows of which the range has any element, and those that it covers completely
     touched = max(0, (start - extent) // stride + 1), min(size, -(-stop // stride))
     whole = max(touched[0], -(-start // stride)), min(touched[1], (stop - extent) // stride + 1)
     if whole[0] < whole[1]:

@@ -67,6 +67,7 @@ def load_rank_file(filename: str, links: Sequence[ChainLink], names: Mapping[Ten
     """
     path = own_path(filename)
     state = requested(links, _model_of(names), is_loading=True, policy=Policy())
+    # no ``dist_checkpointing.load`` unwraps it here
     state[REQUESTS] = state[REQUESTS].obj
     loaded = raise_together(lambda: _read(path, state))
     raise_together(lambda: load(links, loaded))
@@ -80,6 +81,7 @@ def _read(path: Path, state: Mapping[str, Any]) -> dict[Any, Any]:
         groups = saved_groups(content["common"])
         state[REQUESTS].adapt(content["shapes"], groups, Policy())
         wanted, there = state[PARAM_STATE]["values"], content["pieces"]
+        # popped, so that what is left shows a file of another layout or model
         values = {
             place: {number: there.pop(_place(piece)) for number, piece in pieces.items()}
             for place, pieces in wanted.items()

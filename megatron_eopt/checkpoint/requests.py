@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_repl
 from megatron_eopt.base.agreement import gather_unique, totals
 from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint import saved_state
-from megatron_eopt.checkpoint.contents import Contents, Shapes, apart
+from megatron_eopt.checkpoint.contents import Contents, Shapes, unstacked
 from megatron_eopt.checkpoint.keys import matrix_state_key
 from megatron_eopt.checkpoint.migration import LoadPlan
 from megatron_eopt.checkpoint.parameter_space import ParameterSpace, parameter_spaces
@@ -51,40 +51,47 @@ class StateRequests:
         self._optimizers = {name for group in groups if (name := optimizer_of(group))}
         self._has_stepped = any(link.storage.steps > 0 for link in links)
         self._buckets = bucket_spaces(links)
-        # place of each parameter that this rank stores, by optimizer of the chain and group
+        # of each parameter that this rank stores, by index of the optimizer in the chain and of
+        # the group, to name the parameters of groups
         self.spaces_of: dict[tuple[int, int], list[ParameterSpace]] = {}
+        # the index of a value names it in the state dict. Ranks need not agree on it, because a
+        # checkpoint goes by the keys of the pieces
         self._values = [
             value
             for number, link in enumerate(links)
             for value in self._values_of(number, link, model_state)
         ]
         self._chosen = {
-            place: (by_bucket and value.in_bucket(value.kind)) or value
-            for place, value in enumerate(self._values)
+            index: (by_bucket and value.in_bucket(value.kind)) or value
+            for index, value in enumerate(self._values)
+            # a load asks for counts of single parameters only where ``adapt`` finds some
             if not (value.is_count and counts is None)
         }
         self.param_state: dict[str, Any] = {}
 
-    def separate(self) -> None:
+    def unstack_partial(self) -> None:
         """Unstack state that only some layers or experts of a stack have; collective."""
         written: dict[str, int] = {}
         whole: dict[str, int] = {}
         stacked = {
-            place: value
-            for place, value in self._chosen.items()
+            index: value
+            for index, value in self._chosen.items()
             if value.stacked and value.bucket is None
         }
         for piece in (piece for value in stacked.values() for piece in value.pieces):
+            # copies are not written, so they do not count
             size = math.prod(piece.local_shape) if is_main_replica(piece.replica_id) else 0
             written[piece.key] = written.get(piece.key, 0) + size
             whole[piece.key] = math.prod(piece.global_shape)
+        # a rank knows only its own layers, and sums need equal lists on all ranks
         keys = gather_unique(sorted(written))
         sizes = zip(keys, totals([written.get(key, 0) for key in keys]), strict=True)
+        # torch refuses to save a tensor that the pieces of all ranks do not fill
         parts = {key for key, size in sizes if size < whole.get(key, 0)}
-        for place, value in stacked.items():
+        for index, value in stacked.items():
             if any(piece.key in parts for piece in value.pieces):
-                self._chosen[place] = replace(value, pieces=apart(value.pieces, value.stacked))
-        self._ask()
+                self._chosen[index] = replace(value, pieces=unstacked(value.pieces, value.stacked))
+        self._update_param_state()
 
     def adapt(self, shapes: Shapes, groups: Groups, policy: Policy) -> list[Note]:
         """Request only what a checkpoint has, if the policy allows the difference.
@@ -104,29 +111,32 @@ class StateRequests:
         """
         contents = Contents(shapes, SavedGroups(groups, self._optimizers))
         reading = LoadPlan(policy, contents, has_stepped=self._has_stepped)
+        # state of one parameter continues or starts fresh together, see Note [Meaning of state]
         by_parameter: dict[str, dict[int, saved_state.StateValue]] = {}
-        for place, value in enumerate(self._values):
-            by_parameter.setdefault(value.where.space.name, {})[place] = value
+        for index, value in enumerate(self._values):
+            by_parameter.setdefault(value.where.space.name, {})[index] = value
         for values in by_parameter.values():
             reading.choose(values)
         reading.refuse()
         self._chosen = {p: value.apart_from_model() for p, value in reading.chosen.items()}
-        self._ask()
+        self._update_param_state()
         return reading.notes()
 
     def check(self, loaded: Mapping[str, Any]) -> None:
         """Raise a ConfigurationError if requested state is not in the loaded ``param_state``."""
-        there = self._found_in(loaded)
-        absent = [self._values[place] for place in self._chosen.keys() - there.keys()]
+        present = self._complete_values(loaded)
+        absent = [self._values[index] for index in self._chosen.keys() - present.keys()]
         may_lack = self.policy.fresh | MAINS
         missing = [f"{v.where.space.name}: {v.kind}" for v in absent if v.kind not in may_lack]
         if missing:
             raise missing_state(sorted(missing))
 
-    def _found_in(self, loaded: Mapping[str, Any]) -> dict[int, list[Any]]:
+    def _complete_values(self, loaded: Mapping[str, Any]) -> dict[int, list[Any]]:
+        """Return what was loaded for all pieces of a value, by its index."""
         values = loaded.get("values", {})
-        found = {place: list(values.get(str(place), {}).values()) for place in self._chosen}
-        return {p: its for p, its in found.items() if len(its) == len(self._chosen[p].pieces)}
+        found = {index: list(values.get(str(index), {}).values()) for index in self._chosen}
+        # a value of which a piece is missing counts as missing
+        return {i: its for i, its in found.items() if len(its) == len(self._chosen[i].pieces)}
 
     @torch.no_grad()
     def take(self, loaded: Mapping[str, Any]) -> None:
@@ -135,28 +145,33 @@ class StateRequests:
         Step counts of single parameters in the checkpoint override the common one, and state that
         starts fresh counts from 0.
         """
-        there = self._found_in(loaded)
-        for place, value in enumerate(self._values):
+        present = self._complete_values(loaded)
+        for index, value in enumerate(self._values):
             if value.is_count:
                 continue
-            if place in there:
-                self._chosen[place].take(there[place])
+            if index in present:
+                self._chosen[index].take(present[index])
             elif value.kind in MAINS:
                 # the checkpoint has no main weights, so the loaded model's weights are used
                 value.take_from_model()
             elif value.where.state is not None and value.kind not in MAXIMA:
                 set_step(value.where.state, 0)
-        for place in there:
-            if self._values[place].is_count:
-                set_step(self._values[place].where.state or {}, int(there[place][0]))
+        # last, because these replace the common count, which ``adopt_common`` has set
+        for index, pieces in present.items():
+            if self._values[index].is_count:
+                set_step(self._values[index].where.state or {}, int(pieces[0]))
 
-    def _ask(self) -> None:
+    def _update_param_state(self) -> None:
+        """Write the chosen pieces into the state dict."""
+        # in place, because the state dict that the caller has built refers to this dictionary
         self.param_state.clear()
         self.param_state["values"] = {
-            str(place): {str(number): piece for number, piece in enumerate(value.pieces)}
-            for place, value in self._chosen.items()
+            str(index): {str(number): piece for number, piece in enumerate(value.pieces)}
+            for index, value in self._chosen.items()
             if value.pieces
         }
+        # groups and loss scale are stored beside the buckets, under the prefix under which one was
+        # found
         prefixes = {value.bucket for value in self._chosen.values()}
         buckets = {
             str(number): space.common(prefix)
@@ -168,9 +183,14 @@ class StateRequests:
             self.param_state["buckets"] = buckets
 
     def _values_of(
-        self, place: int, link: ChainLink, model_state: Mapping[str, Any]
+        self, position: int, link: ChainLink, model_state: Mapping[str, Any]
     ) -> Iterator[saved_state.StateValue]:
-        """Yield all state values on this rank of the optimizer at a place of the chain."""
+        """Yield all state values on this rank of the optimizer at a position of the chain.
+
+        First main weights and state that are sharded like their parameter, each followed by the
+        parameter's step count. Then all other state, such as that of whole matrices on their
+        owners, with its counts.
+        """
         storage = link.storage
         all_groups = storage.optimizer.param_groups if link.update_rules else ()
         number_of = {p: n for n, group in enumerate(all_groups) for p in group["params"]}
@@ -181,31 +201,38 @@ class StateRequests:
             (update_rule, number): storage.optimizer.state[main]
             for update_rule, number, main in link.stepped()
         }
-        kept = list(saved_state.unsharded_state_of(link))
-        params = dict.fromkeys([item.param for item in stored] + [param for _, param, _ in kept])
+        unsharded = list(saved_state.unsharded_state_of(link))
+        # a rank may own a matrix of which it stores no part
+        params = dict.fromkeys(
+            [item.param for item in stored] + [param for _, param, _ in unsharded]
+        )
         spaces = parameter_spaces(model_state, params)
         for item in stored:
             update_rule, number = stepped[id(item.main)]
             tensors = saved_state.sharded_like_weights(link, item, update_rule, number)
             space = spaces[item.param]
             in_group = number_of[item.main]
-            self.spaces_of.setdefault((place, in_group), []).append(space)
+            self.spaces_of.setdefault((position, in_group), []).append(space)
             where = saved_state.ParameterLocation(
                 space,
                 storage.replica_of(item.param, space.sharded.replica_id),
                 Reader(names[update_rule], all_groups[in_group].get("momentum")),
                 states[update_rule, number],
                 item,
-                self._buckets.get(place),
+                self._buckets.get(position),
             )
             for kind, tensor in tensors.items():
                 yield saved_state.sharded_value(kind, tensor, where)
             yield from self._count(update_rule, where, (0, 1), writes=where.holds_first)
+        # several values share one state with one count, which is requested once
         counted = {id(state) for state in states.values()}
-        for update_rule, param, its in kept:
+        for update_rule, param, its in unsharded:
             state = states.get((update_rule, its.shard))
             if update_rule.counts_matrices or state is None:
+                # a count for each matrix is beside the value, and so is a parameter's on an owner
+                # that stores no part of it
                 state = its.container
+            # a counter of the whole group is a value like others, and no state has it
             if its.path[0] == OF_GROUPS:
                 state = None
             replica = storage.replica_of_matrix(param, spaces[param].sharded.replica_id)
@@ -250,6 +277,7 @@ def bucket_spaces(links: Sequence[ChainLink]) -> dict[int, saved_state.BucketSpa
     for number, link in enumerate(links):
         if link.storage.in_buffers and not link.storage.is_stub_optimizer:
             chained = f"chained_{number}."
+            # the writer may have had another number of optimizers, and one alone has no prefix
             likely = (chained, "") if len(links) > 1 else ("", chained)
             spaces[number] = saved_state.BucketSpace(
                 link.storage, likely[: 2 if number == 0 else 1]

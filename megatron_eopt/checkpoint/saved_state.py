@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.names import MAINS, STEP
-from megatron_eopt.checkpoint.contents import Contents, Piece, Pieces, apart
+from megatron_eopt.checkpoint.contents import Contents, Piece, Pieces, unstacked
 from megatron_eopt.checkpoint.keys import (
     buffer_params_key,
     kind_of,
@@ -55,6 +55,7 @@ class BucketSpace:
         self._optimizer = optimizer
         # name and size of the bucket, and index of the fragment's first element
         self._places: dict[Tensor, tuple[str, int, int]] = {}
+        # names and offsets as in megatron-core's ``sharded_param_state_dp_reshardable``
         for index, ranges in enumerate(optimizer.gbuf_ranges):
             for dtype, buckets in ranges.items():
                 for number, bucket in enumerate(buckets):
@@ -68,6 +69,7 @@ class BucketSpace:
         name, size, start = self._places[param]
         key = f"{prefix}{name}.{kind}"
         shape = tuple(flat.shape)
+        # None: fragments form no regular grid of the bucket
         return ShardedTensor(key, flat, flat.dtype, shape, (size,), (start,), None)
 
     def named(self) -> ShardedObject:
@@ -91,7 +93,10 @@ class BucketSpace:
 
 @dataclass(frozen=True)
 class ParameterLocation:
-    """The places of one parameter's values, on this rank and in checkpoints."""
+    """What all values of one parameter share: where they are, and which optimizer they belong to.
+
+    Matrices on owner ranks have one of their own, since they have other copies.
+    """
 
     space: ParameterSpace  # the place of its elements in checkpoints
     replica: tuple[int, ...]  # replica id; zeros for the copy that is written
@@ -110,7 +115,11 @@ class ParameterLocation:
 
 @dataclass(frozen=True)
 class StateValue:
-    """One state value on this rank, with its place in a checkpoint."""
+    """One state value on this rank, with its place in a checkpoint.
+
+    Main weights and state that is sharded like its parameter have ``flat``, all other state has
+    ``kept``, and a step count has neither.
+    """
 
     where: ParameterLocation  # the parameter
     kind: str  # kind of state
@@ -132,10 +141,11 @@ class StateValue:
         own, other = state_key(self.kind, ""), state_key(kind, "")
         if kind != self.kind and not all(piece.key.startswith(own) for piece in self.pieces):
             return  # state of one matrix has no other names
+        # what is loaded from another kind of state still goes to this value's tensor
         pieces = tuple(replace(p, key=p.key.replace(own, other, 1)) for p in self.pieces)
         yield pieces
         if self.stacked:
-            yield apart(pieces, self.stacked)
+            yield unstacked(pieces, self.stacked)
 
     def found_in(self, contents: Contents, kind: str) -> "StateValue | None":
         """Return this value where a checkpoint has a fitting kind of state; None without."""
@@ -179,6 +189,8 @@ class StateValue:
             if isinstance(piece, ShardedObject):
                 assert self.kept is not None
                 self.kept.replace(value)
+            # megatron-core loads tensors in place; what a factory has merged, or a rank's file has,
+            # is another tensor
             elif address_of(value) != address_of(home):
                 home.copy_(value.view(home.shape))
             if self.factor != 1.0:
@@ -208,6 +220,7 @@ def unsharded_value(kept: UnshardedState, where: ParameterLocation, count: int) 
     kind = kind_of(kept.path)
     base, prepended = where.space.sharded, where.space.prepended
     whole = tuple(base.global_shape[prepended:])
+    # one matrix, saved under one key, with an element for each of the parameter's
     is_parameters = kept.per_element and count == len(where.space.keys) == 1
     if is_parameters and tuple(kept.value.shape) == whole:
         # the same form as in storages that do not redistribute matrices
@@ -217,6 +230,7 @@ def unsharded_value(kept: UnshardedState, where: ParameterLocation, count: int) 
     else:
         key = matrix_state_key(kind, where.space.name, (kept.matrix, count), kept.slab)
         prepended, value, offset = 0, kept.value, ()
+    # ranks of one replica may hold the value, too, and only one of them writes it
     replica = (*where.replica, int(not kept.writes))
     piece: Piece = ShardedObject(key, value, (1,), (0,), replica_id=replica)
     if isinstance(value, Tensor):
@@ -232,6 +246,7 @@ def sharded_like_weights(
     link: ChainLink, item: MainShard, update_rule: UpdateRule, number: int
 ) -> dict[str, Tensor]:
     """Return main weights and state that are sharded like the parameter, by kind."""
+    # momentum of 8 or 16 bits is saved in the form of float32 momentum
     tensors = update_rule.saved_form(number, link.storage.tensors_of(item))
     return {
         kind: value

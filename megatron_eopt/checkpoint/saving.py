@@ -28,15 +28,18 @@ def replacing_a_folder(original: Function, *values: Any, **kwargs: Any) -> Any:
     folder = _folder_of(asked.arguments)
     if folder is None:
         return original(*values, **kwargs)
+    # an asynchronous save still writes to the folder that is about to be set aside
     if folder in _unfinished:
         require_upstream("maybe_finalize_async_save")(blocking=True)
         _unfinished.discard(folder)
+    # one rank renames; the others wait, since they write to the folder next
     from_rank_0(lambda: begin(folder))
     token = _saving.set(folder)
     try:
         result = original(*values, **kwargs)
     finally:
         _saving.reset(token)
+    # a synchronous save; an asynchronous one has registered ``_finish_later``
     if folder not in _unfinished:
         from_rank_0(lambda: finish(folder))
     return result
@@ -48,6 +51,7 @@ def _folder_of(asked: dict[str, Any]) -> Path | None:
     args = module.get_args()
     place = args.save
     if asked["non_persistent_ckpt"]:
+        # local checkpoints have a manager of their own, with other folders
         if args.non_persistent_ckpt_type != "global":
             return None
         own = args.non_persistent_global_ckpt_dir
@@ -65,6 +69,7 @@ def finishing_later(original: Function, request: Any) -> Any:
     # a request for something else that is written meanwhile has passed its functions on
     if folder is not None and request.finalize_fns:
         _unfinished.add(folder)
+        # the last function of the request, after that which writes the tracker file
         request.add_finalize_fn(lambda: _finish_later(folder))
     return original(request)
 

@@ -46,12 +46,12 @@ def trainer_rebindings() -> Rebindings:
     The caller must replace an object in every module that imported it.
     """
     wrappers = {
-        "load_checkpoint": _handing_over,
+        "load_checkpoint": _checked_load,
         "get_checkpoint_name": _in_the_complete_folder,
         "save_checkpoint": replacing_a_folder,
         "schedule_async_save": finishing_later,
-        "_load_global_dist_base_checkpoint": _matching,
-        "_load_base_checkpoint": _refusing_gaps,
+        "_load_global_dist_base_checkpoint": _matching_torch_dist,
+        "_load_base_checkpoint": _matching_fsdp_dtensor,
         "_get_checkpoint_format": _taking_the_format,
         "handle_swiglu_in_state_dict": _under_a_wrapper,
         "read_metadata": _at_the_step_asked_for,
@@ -69,7 +69,7 @@ def wrapped(wrappers: Mapping[str, Callable[[Function], Function]]) -> Rebinding
 
 
 @around
-def _handing_over(
+def _checked_load(
     original: Function,
     ddp_model: Any,
     optimizer: Any,
@@ -78,6 +78,14 @@ def _handing_over(
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
+    """Load a checkpoint that has been checked; all ranks raise the same errors.
+
+    For all formats but ``torch``, the trainer calls ``_load_base_checkpoint`` twice. First, with
+    ``rank0=True``, for the arguments and the metadata of the run that wrote the checkpoint. Then
+    with the state to fill, which it has built by these, and which it passes to ``load_state_dict``.
+    """
+    # for torch FSDP2 the trainer skips ``load_state_dict``, since all is loaded in place
+    # (``training.py``). That is not so here: counts and kinds of state may be converted
     if getattr(optimizer, "loads_itself", False):
         kwargs["skip_load_to_model_and_opt"] = False
     trainer = owner_of("load_checkpoint")
@@ -88,12 +96,14 @@ def _handing_over(
         try:
             return original(ddp_model, optimizer, opt_param_scheduler, load_arg, *rest, **kwargs)
         except RuntimeError as error:
+            # the trainer raises this for Adam's state by bucket; the flag that it advises does not
+            # help
             if "(TP, PP) mismatch" not in str(error):
                 raise
-            # megatron-core advises a flag that does not help
             raise_together(_refuse_other_buckets)
         except SystemExit as ended:
-            # --exit-on-missing-checkpoint asks for this where there is none
+            # the trainer prints why it cannot go on, and exits with status 0, as if it had
+            # succeeded; --exit-on-missing-checkpoint asks for this where there is no checkpoint
             asked = args.exit_on_missing_checkpoint and not trainer.checkpoint_exists(folder)
             if ended.code or asked:
                 raise
@@ -136,6 +146,7 @@ def _reading(args: Any) -> Iterator[None]:
 def _in_the_complete_folder(original: Function, *values: Any, **kwargs: Any) -> Any:
     """In a load, name the folder that has the complete content of an iteration."""
     name = original(*values, **kwargs)
+    # a save asks for names, too, and must get the folder that it is about to write
     if _read.get() is None:
         return name
     asked = inspect.signature(original).bind(*values, **kwargs).arguments
@@ -157,6 +168,7 @@ def _check_files(folder: Path) -> None:
         return
     files = check_all(folder)
     if files.form == "torch" and parallel_state.model_parallel_is_initialized():
+        # the name of this rank's folder does not depend on the iteration, so 0 will do
         own = Path(require_upstream("get_checkpoint_name")(folder.parent, 0)).parent.name
         raise_together(lambda: check_rank_has_file(folder / own))
     read.checked.add(folder)
@@ -171,6 +183,7 @@ def _loading(optimizer: Any) -> Iterator[None]:
     """
     args = owner_of("load_checkpoint").get_args()
     own = {name: value for name, value in vars(args).items() if name in _SET_MEANWHILE}
+    # ``generate_state_dict`` leaves out what these flags say, also for a load
     vars(args).update(dict.fromkeys(own.keys() - {"ckpt_format"}, False))
     token = _optimizer.set(optimizer)
     try:
@@ -206,6 +219,7 @@ def _at_the_step_asked_for(original: Function, tracker_filename: str) -> tuple[i
 @around
 def _taking_the_format(original: Function, checkpoint_name: Any, args: Any) -> Any:
     """Load in the checkpoint's format, because in the run's format the trainer finds no state."""
+    # the trainer asks for the format before it reads any file of the checkpoint
     _check_files(Path(checkpoint_name))
     form = original(checkpoint_name, args)
     if _optimizer.get() is not None:
@@ -239,6 +253,7 @@ def _rates_kept(optimizer: Any, scheduler: Any) -> Iterator[None]:
     ``--min-lr`` into all groups. With ``--use-checkpoint-opt_param-scheduler``, each group gets the
     rates that the checkpoint has for it.
     """
+    # this package's optimizers; megatron-core's own keep its behaviour
     groups = optimizer.param_groups if getattr(optimizer, "keeps_rates", False) else []
     own = [{key: group[key] for key in _RATES if key in group} for group in groups]
     yield
@@ -285,7 +300,8 @@ def _saved_rates(optimizer: Any, own: Sequence[Mapping[str, float]]) -> list[dic
 
 
 @around
-def _matching(original: Function, *values: Any, **kwargs: Any) -> Any:
+def _matching_torch_dist(original: Function, *values: Any, **kwargs: Any) -> Any:
+    """Match requested optimizer state with a ``torch_dist`` checkpoint before it is read."""
     asked = inspect.signature(original).bind(*values, **kwargs).arguments
     wanted, place = asked["sharded_state_dict"], (asked["load_dir"], asked["iteration"])
     if not MultiStorageClientFeature.is_enabled():
@@ -294,6 +310,7 @@ def _matching(original: Function, *values: Any, **kwargs: Any) -> Any:
         )
         # checkpoints beside the persistent ones have not been checked
         _check_files(Path(name))
+        # the first of two calls, see ``_checked_load``
         if asked["rank0"]:
             raise_together(lambda: read_common_state(Path(name)))
         elif wanted is not None:
@@ -302,20 +319,27 @@ def _matching(original: Function, *values: Any, **kwargs: Any) -> Any:
 
 
 @around
-def _refusing_gaps(original: Function, *values: Any, **kwargs: Any) -> Any:
+def _matching_fsdp_dtensor(original: Function, *values: Any, **kwargs: Any) -> Any:
+    """Match requested optimizer state with an ``fsdp_dtensor`` checkpoint before it is read.
+
+    The trainer loads this format with ``allow_partial_load``, by which state that the
+    checkpoint lacks would stay as it is, without an error.
+    """
     asked = inspect.signature(original).bind(*values, **kwargs).arguments
     args, wanted = asked["args"], asked.get("sharded_state_dict") or {}
+    # ``load_args_from_checkpoint`` calls this function without ``load_checkpoint``
     with _reading(args):
         # without "optimizer", the trainer reads only the arguments
         if args.ckpt_format == fsdp_dtensor.FORMAT and "optimizer" in wanted:
-            _match_megatron_fsdp(args, wanted["optimizer"])
+            _match_fsdp_dtensor(args, wanted["optimizer"])
         return original(*values, **kwargs)
 
 
-def _match_megatron_fsdp(args: Any, state: Mapping[str, Any]) -> None:
+def _match_fsdp_dtensor(args: Any, state: Mapping[str, Any]) -> None:
     """Match requested state with a checkpoint of Megatron-FSDP, if one exists; collective."""
     # all ranks read the tracker file
     folder = require_upstream("get_load_checkpoint_path_by_args")(args)
+    # one rank reads the metadata, so that all decide by the same content
     contents = from_rank_0(lambda: fsdp_dtensor.contents_of(folder))
     optimizer = _optimizer.get()
     links = getattr(optimizer, "links", ())

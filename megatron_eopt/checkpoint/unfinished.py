@@ -39,9 +39,12 @@ def complete_folder(folder: Path) -> Path | None:
 def begin(folder: Path) -> None:
     """Set the content of an iteration aside before it is saved anew; for one rank."""
     previous = _previous_of(folder)
+    # there is a complete checkpoint, which runs load until the new save has ended
     if complete_folder(folder) == folder and os.path.lexists(folder):
         with contextlib.suppress(FileNotFoundError):
+            # left by a save that was killed after the tracker was written
             previous.rmdir()
+        # renaming is atomic: a kill leaves either the old state or this one
         folder.rename(previous)
         return
     # files of an unfinished save, perhaps of more ranks

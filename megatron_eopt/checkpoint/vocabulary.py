@@ -38,6 +38,7 @@ def fill_new_rows(state: Any, shapes: Shapes) -> None:
     changes: dict[_Change, None] = {}
 
     def adapted(item: Any) -> Any:
+        # megatron-core sets this on tensors with a row for each token only
         if not (isinstance(item, ShardedTensor) and item.allow_shape_mismatch):
             return item
         saved, wanted = shapes.get(item.key), tuple(item.global_shape)
@@ -46,6 +47,7 @@ def fill_new_rows(state: Any, shapes: Shapes) -> None:
         changes[saved[0], wanted[0]] = None
         # other ranks' pieces of this tensor get an irregular form, too
         item = replace(item, axis_fragmentations=None)
+        # a factory lets one entry ask for several pieces, and merges them after the load
         build = functools.partial(_with_last_row, item, saved[0])
         merge = functools.partial(_filled, first=saved[0] - item.global_offset[0])
         return ShardedTensorFactory(item.key, item.data, build, merge, item.replica_id)
@@ -69,6 +71,7 @@ def _with_last_row(item: ShardedTensor, saved: int, *_: Any) -> dict[str, Sharde
 def _filled(loaded: Mapping[str, Tensor], *, first: int) -> Tensor:
     rows = loaded["rows"]
     if "last" in loaded:
+        # all of this rank's rows may be new, and then the first one counts as 0
         rows[max(0, first) :] = loaded["last"]
     return rows
 

@@ -99,6 +99,7 @@ _FOR_BUCKETS = {
     "fp8_param_gather": False,
     "fp4_param_gather": False,
     "num_distributed_optimizer_instances": 1,
+    # with it, gradients are divided by the number of tokens after they have been reduced
     "calculate_per_token_loss": False,
     # gradients of parameters that it does not cut are summed over its ranks only afterwards
     "gtp_weight_remat_size": 1,
@@ -131,6 +132,7 @@ def check_values(config: Any, optimizers: Collection[str]) -> None:
     """Raise an error if a field that applies to these optimizers has an unsupported value."""
     prefixes = {prefix for name in optimizers for prefix in prefixes_of(name)}
     for name in (*_BOUNDS, *CHOICES):
+        # the value of a setting that no optimizer reads may be anything
         owners = {prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")}
         in_use = not owners or not owners.isdisjoint(prefixes)
         value = getattr(config, name, None) if in_use else None
@@ -138,6 +140,7 @@ def check_values(config: Any, optimizers: Collection[str]) -> None:
             continue
         if name in CHOICES:
             check_choice(name, value, CHOICES[name])
+        # infinity is the default, which turns it off; other numbers must be finite
         elif name != "grad_norm_skip_threshold" or value != math.inf:
             check_number(name, value, **_BOUNDS[name])
     if config.fp16 and config.bf16:
@@ -148,6 +151,7 @@ def check_values(config: Any, optimizers: Collection[str]) -> None:
         check_steps("muon_num_ns_steps", steps)
         schedule = resolve_coefficients(coefficients, steps, "muon_coefficient_type")
         precision: PrecisionT = config.muon_fp32_matmul_prec
+        # our Muon computes these products in float32 instead, and warns
         others = [n for n in optimizers if "muon" in prefixes_of(n) and not is_muon(n)]
         if others and sound_precision(schedule, precision) != precision:
             rule = f"diverges with muon_fp32_matmul_prec={precision!r}, which {others[0]} uses"
@@ -183,17 +187,19 @@ def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
 
 def check_alike(config: Any) -> None:
     """Raise a ConfigurationError on all ranks if their configurations differ; collective."""
-    told = int | float | str | None
-    mine = {n: v for n, v in sorted(vars(config).items()) if isinstance(v, told)}
+    # other values, such as timers and types, may differ as objects while they mean the same
+    comparable = int | float | str | None
+    mine = {n: v for n, v in sorted(vars(config).items()) if isinstance(v, comparable)}
     if mine.get("muon_backend") == "auto":
         # the choice depends on the packages installed on a host
         mine["muon_backend"] = automatic()
     if gpu.is_there():
         # ranks without Triton's kernels would round otherwise
         mine["triton"] = gpu.compiles()
-    gather_unique = gather_objects(mine)
-    for name in dict.fromkeys(name for its in gather_unique for name in its):
-        values = {repr(its.get(name)) for its in gather_unique}
+    of_ranks = gather_objects(mine)
+    for name in dict.fromkeys(name for its in of_ranks for name in its):
+        # as text, because nan does not equal itself, and 1 equals True
+        values = {repr(its.get(name)) for its in of_ranks}
         if len(values) > 1:
             rule = f"is not the same on all ranks: they have {sorted(values)}"
             hint = "Use the same configuration on all ranks and the same packages on all hosts"

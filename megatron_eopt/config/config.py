@@ -152,6 +152,7 @@ class EmergingOptimizerConfig(OptimizerConfig, metaclass=TakesOldNames):
         self.__dict__.update(new_names(state))
 
 
+# old names read and write the new fields, for one more release
 for _old in SETTINGS:
     setattr(EmergingOptimizerConfig, _old, alias(_old))
 
@@ -174,6 +175,7 @@ def complete(config: Any) -> Any:
         missing["muon_backend"] = "torch"  # emerging-optimizers' needs whole matrices
     if not missing:
         return config
+    # the caller's object stays as it is
     config = copy.copy(config)
     vars(config).update(missing)
     return config

@@ -55,6 +55,7 @@ class OptimizerFile(NamedTuple):
             config = EmergingOptimizerConfig(**read_fields(EmergingOptimizerConfig, values))
             resolve(config)
         except ConfigurationError as error:
+            # the same error, with the file in front of its text
             error.args = (f"{self.path}: {error}",)
             raise
         except (AssertionError, RuntimeError, ValueError) as error:

@@ -50,6 +50,7 @@ def field_docs(config_cls: type) -> dict[str, str]:
     """Return the docstrings of a dataclass's fields, base classes included, as plain text."""
     docs: dict[str, str] = {}
     for cls in filter(dataclasses.is_dataclass, reversed(config_cls.__mro__)):
+        # Python keeps no docstrings of fields, so they are read from the source
         (source,) = ast.parse(inspect.getsource(cls)).body
         for field, doc in pairwise(ast.iter_child_nodes(source)):
             if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
@@ -65,6 +66,7 @@ def constructor_arguments(optimizer_cls: type) -> list[str]:
         parameters = inspect.signature(init).parameters.values()
         variable = {p.name for p in parameters if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
         found |= {p.name: None for p in parameters if p.name not in variable | {"self", "params"}}
+        # without ``**kwargs``, the arguments of its bases cannot be passed
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return list(found)
@@ -131,6 +133,7 @@ def _look_up(name: str, prefixes: Sequence[str], config: object) -> tuple[str, A
     for prefix in prefixes:
         field = f"{prefix}_{name}"
         value = getattr(config, field, _MISSING)
+        # a rate of its own that is not set means the run's
         if value is not _MISSING and not (value is None and name in ("lr", "min_lr")):
             return field, value
         betas = [getattr(config, f"{prefix}_beta{number}", _MISSING) for number in (1, 2)]

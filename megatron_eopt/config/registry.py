@@ -191,6 +191,8 @@ def entries() -> dict[str, EmergingOptimizerEntry]:
                 entry.config_to_kwargs,
                 entry.default_param_overrides,
             )
+    # the cached list is emptied, so that a package that asks for entries while it is imported does
+    # not import itself again
     while points := _entry_points():
         point = points.pop(0)
         try:

@@ -138,6 +138,7 @@ def resolve(config: Any) -> Settings:
     original, config = config, complete(read_config(config))
     name, storage = _name_and_storage(config)
     standard: dict[str, Any] = {"scalar": name, "prefixes": (name,)}
+    # with other optimizers these modes raise an error, or this package has its own
     standard["upstream_modes"] = tuple(mode for mode in _UPSTREAM if getattr(config, mode))
     chosen = standard if name in STANDARD_OPTIMIZERS else _of_emerging(name, config)
     checks.check_values(config, {name, chosen["scalar"]})
@@ -207,6 +208,7 @@ def _loss_scale(config: Any) -> LossScale | None:
 def _name_and_storage(config: Any) -> tuple[str, StorageT]:
     name = config.optimizer
     layer_wise = bool(getattr(config, "use_layer_wise_distributed_optimizer", False))
+    # older releases of megatron-core chose sharded state by this prefix
     bare = name.removeprefix("dist_")
     if bare != name and name not in registry.optimizer_names():
         warnings.warn(

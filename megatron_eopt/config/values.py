@@ -101,6 +101,7 @@ def _bool(value: object) -> Any:
 
 
 def _float(value: object) -> Any:
+    # Python counts True as the number 1
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else _NO
 
 
@@ -156,6 +157,7 @@ def _reader_of(kind: Any) -> Callable[[object], Any] | None:
             return (value,)
         if isinstance(value, str | Mapping) or not isinstance(value, Sequence | Set | np.ndarray):
             return _NO
+        # the order of a set of strings differs between processes
         given = sorted(value, key=str) if isinstance(value, Set) else list(value)
         kinds = items[:1] * len(given) if items[-1] is ... else items
         if len(kinds) != len(given):

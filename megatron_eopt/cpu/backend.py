@@ -47,6 +47,7 @@ def enable() -> None:
     """
     with _LOCK:
         if not _MODE.on:
+            # remembered before the patches answer True
             _gpu_is_available()
             # Dynamo caches torch's functions, perhaps including patched ones
             _UNDO.callback(trace_rules.clear_lru_cache)
@@ -64,6 +65,7 @@ def enable() -> None:
             _UNDO.enter_context(torch.compiler.set_stance("force_eager"))
             _UNDO.callback(_GENERATORS.unite)
             _MODE.on = True
+        # outside of the condition, because each thread has a stack of its own
         put_on_stack(_MODE)
 
 

@@ -69,6 +69,7 @@ def _cuda_values() -> dict[str, Any]:
     sizes = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
     stream = Stream()
     return {
+        # Megatron and its dependencies take other ways, or stop, without a GPU
         "is_available": _returns(True),
         # makes torch run work that it otherwise defers until the first use of a GPU
         "is_initialized": _returns(True),

@@ -24,6 +24,7 @@ DEFAULTS: dict[str, object] = {
 
 def set_defaults(parser: argparse.ArgumentParser) -> None:
     """Set the CPU defaults of those flags that the trainer's parser has."""
+    # releases of Megatron differ in their flags
     known = {action.dest for action in parser._actions}
     parser.set_defaults(**{dest: value for dest, value in DEFAULTS.items() if dest in known})
 
@@ -114,6 +115,7 @@ def check_supported(args: argparse.Namespace) -> None:
         refusal.check(getattr(args, refusal.dest, None))
     check_pattern(getattr(args, "hybrid_layer_pattern", None) or "")
     _check_parallel_sizes(args)
+    # other optimizers are off-loaded by this package, which needs no GPU for it
     if getattr(args, "optimizer_cpu_offload", False) and args.optimizer in ("adam", "sgd"):
         rule = f"megatron-core's optimizer that off-loads {args.optimizer} needs a GPU"
         hint = "Leave the flag out, or use another --optimizer"

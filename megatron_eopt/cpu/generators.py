@@ -39,6 +39,7 @@ def _is_hosts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
         return True
     if func is torch.normal and len(args) < 3 and "size" not in kwargs:
         return False  # drawn around the values of a tensor
+    # a ``torch.device`` comes from model code, see above; torch's data loaders name no device
     return kwargs.get("device") in (None, "cpu")
 
 
@@ -74,6 +75,7 @@ class Generators:
         """Give the host its own generator, with the state of the common one."""
         if self._hosts is None:
             self._hosts = torch.Generator()
+            # so that a program that never seeds the GPU draws as on any CPU
             self._hosts.set_state(_GPUS.get_state())
             shown = [
                 Patch(owner, "default_generator", self._hosts) for owner in (torch, torch.random)

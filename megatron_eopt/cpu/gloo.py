@@ -45,6 +45,7 @@ def _all_gather_of_any_sizes(
 ) -> Any:
     """``all_gather`` that accepts a different shape from each rank, as NCCL does."""
     rank = dist.get_rank(group)
+    # all ranks pass the same shapes, so all take the same way; a rank outside the group has none
     if rank < 0 or len({entry.shape for entry in tensor_list}) <= 1:
         return plain(tensor_list, tensor, group=group, async_op=async_op)
     with torch.no_grad():
@@ -63,8 +64,10 @@ def _coalescing_by_dtype(plain: Function) -> Function:
     def manage(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
         group = group or distributed_c10d._get_default_group()
         together, waiting = distributed_c10d._CoalescingManager(), distributed_c10d._world
+        # torch collects calls in this table as long as the group has an entry
         waiting.pg_coalesce_state.setdefault(group, [])
         yield together
+        # taken out of the table, so that each dtype gets a manager of torch's own
         found = waiting.pg_coalesce_state.pop(group)
         for dtype in dict.fromkeys(one.tensor.dtype for one in found):
             with plain(group, device, async_ops) as works:

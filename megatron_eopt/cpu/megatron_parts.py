@@ -65,6 +65,7 @@ def _with_widths(
 ) -> None:
     plain(self, *args, **kwargs)
     if v_channels is not None:
+        # ``DotProductAttention`` reshapes its output to this width
         self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
@@ -84,6 +85,7 @@ def _marking(plain: Function, cls: type, config: Any, *args: Any, **kwargs: Any)
     if not config.sequence_parallel:
         return plain(cls, config, *args, **kwargs)
     alone = copy.copy(config)
+    # the check that raises looks at this copy, and the module keeps no configuration
     alone.sequence_parallel = False
     norm: torch.nn.Module = plain(cls, alone, *args, **kwargs)
     for parameter in norm.parameters():
@@ -113,5 +115,6 @@ def with_copies(request: Any) -> Any:
 @around
 def _multiplying_first(plain: Function, grad_data: Any, factor: Any, ddp_config: Any) -> Any:
     unfused = copy.copy(ddp_config)
+    # otherwise the result is a reduce operation of NCCL's that also multiplies
     unfused.gradient_reduce_div_fusion = False
     return plain(grad_data, factor, unfused)

@@ -39,6 +39,7 @@ def names_a_gpu(device: object) -> bool:
         return device.type == "cuda"
     if isinstance(device, str):
         return device.partition(":")[0] == "cuda"
+    # an index means a GPU; Python counts True as the number 1
     return isinstance(device, int) and not isinstance(device, bool)
 
 
@@ -157,6 +158,7 @@ def mode_patches(mode: CudaIsCpu) -> list[Patch]:
     plain_bootstrap: Any = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
+        # a backward pass outside of another torch call still has the mode
         if mode in stack_of_modes():
             return plain(*args, **kwargs)
         _push_on_torch_function_stack(mode)

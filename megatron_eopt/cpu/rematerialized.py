@@ -29,6 +29,7 @@ def rematerialization_patches() -> list[Patch]:
     """Return the patches; none if Transformer Engine is there, or megatron-core knows no GTP."""
     if gtp is None or gtp.HAVE_TE:
         return []
+    # megatron-core asks ``isinstance`` with these types
     quantized = ("QuantizedTensor", "MXFP8TensorStorage", "NVFP4TensorStorage")
     values: dict[str, Any] = {
         "HAVE_TE": True,

@@ -34,6 +34,7 @@ def install() -> ExitStack:
     """
     undo = ExitStack()
     if not is_installed():
+        # looked up before anything is replaced, so that a missing name changes nothing
         pairs = [(vars(owner)[name], ours) for owner, name, ours in rebindings()]
         _exchange(pairs)
         _replaced.extend(pairs)
@@ -58,6 +59,7 @@ def uninstall() -> None:
 
 def _exchange(pairs: Iterable[tuple[Any, Any]]) -> None:
     """Swap objects in every loaded Megatron module, because many import them by name."""
+    # by identity, because modules import the objects under any name
     by_id = {id(old): new for old, new in pairs}
     for path, module in list(sys.modules.items()):
         if path.split(".")[0] != "megatron" or not isinstance(module, ModuleType):

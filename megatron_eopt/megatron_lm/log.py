@@ -39,6 +39,7 @@ class TrainingLog:
             self._bar.clear()  # so that the trainer's lines do not mix with the bar
         result = original(*values, **kwargs)
         if self._measured is not None:
+            # on all ranks, because the first call sums over them
             write_scalars(self._measured.stats(), given["iteration"])
             self._measured = None
         self._show(given)
@@ -51,6 +52,7 @@ class TrainingLog:
         args = get_args()
         if not getattr(args, "log_optimizer_stats", False):
             return
+        # the trainer counts an iteration only after its step
         iteration = args.curr_iteration + 1
         intervals = (args.log_interval, args.tensorboard_log_interval)
         optimizer.collects_stats = not any(iteration % interval for interval in intervals)

@@ -43,7 +43,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 WRAPPED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "parse_args": trainer.with_our_flags,
-    "validate_args": trainer.checking_what_it_knows,
+    "validate_args": trainer.validating_known_flags,
     "get_megatron_ddp_config": trainer.sharding_ddp_config,
 }
 """Wrappers around Megatron functions, by name."""
@@ -57,11 +57,13 @@ def rebindings() -> Rebindings:
     """Return everything to replace; raise ImportError if Megatron lacks a needed name."""
     result = _published()
     for name, replacement in NEEDED.items():
+        # raises an error that names the release, where ``vars(owner)[name]`` would not
         require_upstream(name)
         result.append((owner_of(name), name, replacement))
-    layouts = dict.fromkeys(filter(_lays_out, _WRAPPING), trainer.in_the_usual_layout)
+    layouts = dict.fromkeys(filter(_lays_out, _WRAPPING), trainer.with_standard_layout)
     log = TrainingLog().wrappers
     result += [*wrapped({**WRAPPED, **layouts, **log}), *trainer_rebindings()]
+    # the wheel cannot build its dataset helpers, and comes with compiled ones
     if (helpers := dataset_helpers_to_skip()) is not None:
         result.append((helpers, "compile_helpers", lambda: None))
     return result

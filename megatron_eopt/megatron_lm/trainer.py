@@ -59,6 +59,7 @@ def with_our_flags(
             cpu.set_defaults(parser)  # first, so that the script's defaults take precedence
         if extra_args_provider is not None:
             parser = extra_args_provider(parser)
+        # a script that adds our flags was written for our defaults, and others for Megatron's
         knows_us = any(action.dest == "optimizer_defaults" for action in parser._actions)
         _extended(parser)
         if not knows_us:
@@ -72,7 +73,7 @@ def with_our_flags(
 
 
 @around
-def checking_what_it_knows(
+def validating_known_flags(
     original: Function, args: argparse.Namespace, defaults: Any = None
 ) -> Any:
     """Hide flags from Megatron's check that it does not support but this package does.
@@ -90,6 +91,8 @@ def checking_what_it_knows(
         pretended |= {"optimizer": "adam"} if is_ours else {}
     if is_ours:
         _check_persistent_worker(args)
+        # megatron-core's off-loading needs the precision-aware Adam, which the check demands; this
+        # package's own does not
         pretended["optimizer_cpu_offload"] = False
     if args.transformer_impl == "local":
         pretended |= {"qk_clip": False, "log_max_attention_logit": False}
@@ -98,6 +101,7 @@ def checking_what_it_knows(
     try:
         return original(args, {} if defaults is None else defaults)
     finally:
+        # also after an error, which a caller may catch
         vars(args).update(asked)
 
 
@@ -171,7 +175,7 @@ def sharding_ddp_config(original: Function, args: Any) -> Any:
 
 
 @around
-def in_the_usual_layout(original: Function, *args: Any, **kwargs: Any) -> Any:
+def with_standard_layout(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Wrap the model with Megatron's usual parameter layout, whatever the optimizer.
 
     For layer-wise storage this turns reduce-scatter on in the caller's ``ddp_config``, as Megatron
@@ -187,5 +191,6 @@ def in_the_usual_layout(original: Function, *args: Any, **kwargs: Any) -> Any:
     if layer_wise and is_ddp and wanted.get("use_layer_wise_param_layout", True):
         # Megatron does this together with its layer-wise layout, which is not used here
         wanted["ddp_config"].use_distributed_optimizer = True
+    # with it, Megatron would use buckets whose parameters are not cut
     wanted["use_layer_wise_distributed_optimizer"] = False
     return original(*call.args, **call.kwargs)

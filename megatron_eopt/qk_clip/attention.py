@@ -43,6 +43,7 @@ class Projection:
         """
         factor = of_heads.view(self.blocks, -1).amin(1, keepdim=True)
         rows = [factor.pow(power).expand(-1, count) for count, power in self.parts]
+        # tensor parallelism cuts first, then weight rematerialization cuts the rows of the slab
         slab, local = whole_shape(self.weight)[0], self.weight.shape[0]
         mine = torch.cat(rows, dim=1).reshape(-1)[rank * slab : (rank + 1) * slab]
         if row_cut(self.weight).size > 1:
@@ -119,6 +120,7 @@ def _let_record(attention: Attention) -> None:
     core: Any = getattr(attention, "core_attention", None)
     if isinstance(core, DotProductAttention) and not hasattr(core, "current_max_attn_logits"):
         core.current_max_attn_logits = None
+        # the scores enter the softmax without scale and mask, which ``_note`` therefore applies
         core.scale_mask_softmax.register_forward_pre_hook(functools.partial(_note, core))
     known = isinstance(attention, SelfAttention | MLASelfAttention)
     if known and hasattr(core, "current_max_attn_logits"):
@@ -150,6 +152,7 @@ def _check(attention: Attention) -> None:
 @torch.no_grad()
 def _note(core: Any, softmax: Any, inputs: tuple[Any, ...]) -> None:
     """Record the largest logit of each local head from the scores that enter the softmax."""
+    # evaluation must not change weights
     if not core.training:
         return
     scores: Tensor = inputs[0].detach().float()

@@ -91,8 +91,10 @@ def _over_all_tokens(
     if not found:
         return []
     flat = torch.cat(list(recorded))
+    # first the same heads over all tokens, then the heads of all tensor-parallel ranks
     distributed.all_reduce(flat, distributed.ReduceOp.MAX, group=_group(model, "dp_cp"))
     tensor = found[0].pg_collection.tp
+    # a query group may have heads on several ranks, so each rank needs all factors
     rows = [torch.empty_like(flat) for _ in range(tensor.size())]
     distributed.all_gather(rows, flat, group=tensor)
     sizes = [len(item) for item in recorded]
@@ -130,6 +132,7 @@ def _scale(chains: Sequence[Any], factors: dict[Tensor, Tensor]) -> None:
     }
     for weight, rows in factors.items():
         _scale_one(weight, rows, stored.get(weight))
+    # each rank has written its own fragment only
     if any(weight.dtype != torch.float32 for weight in factors):
         for chain in chains:
             if chain.is_sharded:
@@ -147,6 +150,7 @@ def _scale_one(weight: Tensor, rows: Tensor, item: Any) -> None:
         return
     if isinstance(weight, DTensor) or item.stop - item.start == weight.numel():
         main = item.main.detach()
+        # the main weight is scaled and then rounded, since scaling the rounded weight would differ
         main.view(weight.shape).mul_(column.to(main.device))
         weight.detach().copy_(main.view(weight.shape))
         return
@@ -155,4 +159,5 @@ def _scale_one(weight: Tensor, rows: Tensor, item: Any) -> None:
         weight.detach().mul_(column)
         return
     flat = rows.repeat_interleave(weight[0].numel())[item.start : item.stop]
+    # a fragment may begin and end inside a row, so each element gets its row's factor
     own.copy_(item.main.detach().view(-1).mul_(flat.to(item.main.device)))

@@ -21,6 +21,7 @@ class Frozen:
 
     def __init__(self, model_chunks: Iterable[Any]) -> None:
         chunks = [chunk for chunk in model_chunks if isinstance(chunk, nn.Module)]
+        # by module and name, because FSDP replaces parameters by other objects
         self._updated: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
         for module in {module for chunk in chunks for module in chunk.modules()}:
             self._updated[module] = {

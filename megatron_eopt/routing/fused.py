@@ -112,6 +112,7 @@ def _heads(owner: nn.Module, child: str) -> FusedWeight | None:
     queries, rows = (_shape_of(getattr(owner, name))[0] for name in (names[0], child))
     config = getattr(owner, "config", None)
     heads = _number(_HEADS, owner, config)
+    # keys and values have fewer heads than queries if they have fewer rows
     if child != names[0] and rows != queries:
         heads = _number(_KEY_HEADS, owner, config)
     head_dim = _number(_HEAD_DIM, owner) or (rows // heads if heads else 0)
@@ -217,6 +218,7 @@ def _gate_over_up(owner: Any) -> FusedWeight | None:
         _shape_of(item) if (item := getattr(owner, name, None)) is not None else (1, 0)
         for name in (GATE_UP, "down_proj")
     )
+    # ``is_concatenated`` is False where transformers interleaves the rows of gate and up
     is_pile = fused[-2] == 2 * down[-1] and getattr(owner, "is_concatenated", True)
     return FusedWeight("gated", None, gated, {}) if is_pile else None
 
@@ -234,6 +236,7 @@ def _linear_attention(owner: Any, linear: Any) -> FusedWeight | None:
         heads = {"query": key, "key": key, "value": value, "z": value}
     else:
         return None
+    # the module lists the sizes of this rank's shard
     ranks = owner.pg_collection.tp.size()
     lengths = {name: ranks * size for name, size in zip(names, sizes, strict=True)}
     units = {name: unit for name, unit in heads.items() if name in lengths}

@@ -12,6 +12,7 @@ from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.routing.places import of_megatron
 
 _OUTPUT = re.compile(r"\boutput_layer\.weight$")
+# ``local_experts.3``, and ``weight3`` or ``bias3`` of grouped experts
 _EXPERT = re.compile(r"(?<=\blocal_experts\.)\d+|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 
 
@@ -36,6 +37,7 @@ def counted_names(model: torch.nn.Module) -> dict[str, str]:
         # Megatron's numbers begin with 1, but those of other modules may begin with 0
         if isinstance(number := getattr(module, "layer_number", None), int) and of_megatron(module):
             layers[path] = number - 1
+        # what a rank calls expert 0 is another expert on each expert-parallel rank
         if indices := getattr(module, "local_expert_indices", None):
             experts[path] = list(indices)
     found = {name: _counted(name, layers, experts) for name, _ in model.named_parameters()}

@@ -66,12 +66,13 @@ def _by_key(routes: Iterable[Route]) -> dict[GroupKey, list[Route]]:
     return by_key
 
 
-def build_groups(routes: Sequence[Route], gather_unique: Iterable[Summary]) -> list[Group]:
-    """Return this rank's groups, ordered and named by ``gather_unique``, all ranks' summaries."""
+def build_groups(routes: Sequence[Route], summaries: Iterable[Summary]) -> list[Group]:
+    """Return this rank's groups, ordered and named by the ``summaries`` of all ranks."""
     labels: dict[GroupKey, frozenset[str]] = {}
-    for key, its in gather_unique:
+    for key, its in summaries:
         labels[key] = labels.get(key, frozenset()) | its
     mine = _by_key(routes)
+    # also groups without a parameter here: optimizers and checkpoints need the same on all ranks
     return [Group(key, name, tuple(mine.get(key, ()))) for key, name in _identities(labels)]
 
 
@@ -116,6 +117,7 @@ def _check_rates(group: Group, values: Mapping[str, Any]) -> None:
 def _identities(labels: Mapping[GroupKey, frozenset[str]]) -> list[tuple[GroupKey, str]]:
     """Make kinds unique by descriptions of the overrides and, if needed, by numbers."""
     result = []
+    # sorted, so that ranks with parameters in another order number the groups alike
     for kind, keys in groupby(sorted(labels, key=_order), key=lambda key: key.kind):
         same_kind = list(keys)
         if len(same_kind) == 1:

@@ -118,6 +118,8 @@ def route_model(
         return routing
     name_parameters(model_chunks)
     routing = with_splits(routing, settings, model_chunks)
+    # an override has chosen an emerging optimizer. With Adam as the main one, megatron-core sets no
+    # attributes that overrides could match, so they follow only now
     if settings.is_standard:
         _tag_as_megatron_does(parameters, model_chunks)
     return routing
@@ -135,6 +137,8 @@ def route_parameters(
     reports = gather_objects((summarize(routes), lost))
     summaries = [summary for groups, _ in reports for summary in groups]
     if summaries:
+        # a key may match parameters of other pipeline stages, so only keys that no rank uses are
+        # lost
         for description in sorted(frozenset.intersection(*(lost for _, lost in reports))):
             logger.warning("config_overrides: no parameter matches %s", description)
     groups = build_groups(routes, summaries)
@@ -201,6 +205,7 @@ def _check_shared_embeddings(model_chunks: Sequence[torch.nn.Module], routing: R
     for name, key in gather_unique(mine):
         keys.setdefault(name, []).append(key)
     for name, found in keys.items():
+        # stages that agree have sent the same pair of name and key
         if len(found) > 1:
             kinds = (f"{key.optimizer} {dict(key.values)}" if key else "frozen" for key in found)
             rule = f"pipeline stages that share {name} must update it with the same settings"

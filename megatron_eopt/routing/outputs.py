@@ -102,6 +102,7 @@ def likely_heads(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, 
     tied = {id(param) for module in embeddings for param in module.parameters()}
     has_output = bool(known) or any(map(_has(tied), linears.values()))
     done = _has(tied | {id(param) for module in known.values() for param in module.parameters()})
+    # the last linear layer is a head only if another layer is before it
     layers = sum(isinstance(module, nn.Linear | _ConvNd) for module in modules.values())
     last = next(reversed(linears), None) if layers > 1 else None
     found: dict[str, None] = {}

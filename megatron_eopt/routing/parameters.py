@@ -169,4 +169,5 @@ def _why_vector(places: Sequence[Place]) -> str | None:
     if places[0].param.dim() != 2:
         return None
     reasons = [place.why_vector for place in places]
+    # a tied weight is a matrix if one of its layers uses it so
     return reasons[0] if all(reasons) else None

@@ -97,6 +97,8 @@ def plain_paths(model: nn.Module) -> dict[str, str]:
             continue
         above, _, child = path.rpartition(".")
         wrapper = modules[above]
+        # DDP and FSDP call their model so; where there are parameters or other children beside it,
+        # it is a layer's own name
         only_child = child == "module" and len(wrapper._modules) == 1 and not wrapper._parameters
         is_wrapped = child in _WRAPPED or only_child
         found[path] = found[above] if is_wrapped else f"{found[above]}.{child}".lstrip(".")
@@ -146,6 +148,7 @@ def _is_gain(param: Tensor, originals: nn.Module) -> bool:
 def _replaced(module: nn.Module, leaf: str) -> tuple[str, bool]:
     """Return the tensor that a parameter of older hooks stands for, and whether it is its gain."""
     match = _REPLACED.fullmatch(leaf)
+    # torch's hooks leave a plain attribute of the weight's name, and no parameter
     if match is None or match[1] in module._parameters or not hasattr(module, match[1]):
         return leaf, False
     return match[1], match[2] == "g"

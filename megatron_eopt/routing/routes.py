@@ -174,6 +174,7 @@ def with_callers_grouping(
     home = getattr(grouping, "__globals__", {}).get("__name__", "")
     if grouping is None or home.startswith("megatron.core."):
         return overrides
+    # what the function fills in for every group is no setting of the caller's
     usual = {**USUAL_VALUES, "max_lr": settings.config.lr, "min_lr": settings.config.min_lr}
 
     def differing(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,6 +206,7 @@ def _key(values: Mapping[str, Any], params: Sequence[torch.Tensor]) -> ParamKey:
     known = {id(param) for param in params}
     name = ", ".join(f"{key}={value}" for key, value in values.items())
     label = f"the caller's group with {name}"
+    # keys compare predicates by name, so equal groups have equal keys on all ranks
     predicate = ParamWithNamePredicate(name=label, fn=lambda param, _: id(param) in known)
     return ParamKey(with_name_predicate=predicate)
 
@@ -243,6 +245,7 @@ def _multiplied(values: dict[str, Any], settings: Settings) -> dict[str, Any]:
     """
     factor = values.pop("lr_mult", 1.0)
     usual = {"max_lr": settings.config.lr, "min_lr": settings.config.min_lr}
+    # a group without rates of its own gets the run's, multiplied
     rates = {name: values.get(name, rate) for name, rate in usual.items()}
     if factor == 1.0:
         return values

@@ -109,6 +109,7 @@ def find_splits(
 def declared_qkv(param: nn.Parameter) -> list[int] | None:
     """Return the rows of Q, K and V that the user declared on a parameter, or None."""
     rows: list[int] | None = getattr(param, "qkv_split_shapes", None)
+    # ``is not``: equal rows that a user has set are another list than the one that routing set
     is_declared = getattr(param, "is_qkv", False) and rows is not getattr(param, QKV_TAG, None)
     return rows if is_declared else None
 
@@ -152,6 +153,7 @@ def _weights(
                 # the chunk is its own owner
                 owner, child = _ADAPTED.sub("", place.path).rpartition(".")[::2]
                 in_owner = (modules[owner], child)
+                # transformers has gate and up of all experts as a parameter, without a child module
                 home, called = (place.module, GATE_UP) if place.leaf == GATE_UP else in_owner
                 yield _Weight(place.name, param, home, called, place)
 
@@ -200,8 +202,10 @@ def _fitted(
     size, dim = tensor_parallel_cut(weight.param, weight.linear, weight.owner)
     shape = list(local)
     if dim != -1:
+        # from the end, because weights of experts have a leading dimension
         shape[dim - 2] *= size
     if rows is not None:
+        # a module knows its rows; a shard that does not fit them raises below
         shape[-2] = rows
     try:
         split = build(tuple(shape))

@@ -100,9 +100,9 @@ class Storage:
 
     @torch.no_grad()
     def _stage_model_params_from_main_params(self) -> None:
-        """Copy main weights to the model's on this rank, without the gather.
+        """Copy main weights to this rank's part of the model's weights, without a gather.
 
-        Nothing happens for float32 weights, which are their own main weights.
+        Float32 weights are their own main weights, so there is nothing to copy.
         """
         if not self.is_stub_optimizer and hasattr(self, "_copy_main_params_to_model_params"):
             self._copy_main_params_to_model_params()
@@ -126,8 +126,8 @@ class Storage:
         """In a block, let the code that steps a main weight also write the model's weight."""
         copies = self.copies()
         for main, copy in copies:
-            # on the tensor itself, because torch optimizers and update rules see nothing of the
-            # storage; who writes a copy takes the mark away, and `copy_mains` writes what is left
+            # who steps a main weight pops this mark and writes the copy while the values are at
+            # hand; ``copy_mains`` writes the rest
             setattr(main, COPY_ATTRIBUTE, copy)
         self._model_copies = [main for main, _ in copies]
         try:
@@ -145,6 +145,7 @@ class Storage:
     @torch.no_grad()
     def copy_mains(self, mains: Iterable[Tensor] | None = None) -> None:
         """Copy main weights to the model's; in a step, only those (of ``mains``) still missing."""
+        # outside of a step nobody has written a copy yet
         if self._model_copies is None:
             pairs = self.copies()
         else:
@@ -193,7 +194,7 @@ def finish_gathers(model_chunks: Iterable[Any]) -> None:
     kinds = ("bucket_groups", "expert_parallel_bucket_groups")
     for group in (g for chunk in model_chunks for kind in kinds for g in getattr(chunk, kind, ())):
         if group.param_gather_handle is not None:
-            # by default this would also start the gather of the next buckets
+            # the next bucket would be gathered with the weights from before
             group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 

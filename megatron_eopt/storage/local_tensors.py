@@ -26,6 +26,7 @@ def shard_like(param: Tensor, local: Tensor) -> Tensor:
         local,
         param.device_mesh,
         param.placements,
+        # the check would all-gather shapes, which are known, and broadcast copies
         run_check=False,
         shape=param.shape,
         stride=param.stride(),

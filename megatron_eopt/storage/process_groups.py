@@ -19,6 +19,8 @@ def process_groups(pg_collection: Any) -> Any:
     if pg_collection is not None and getattr(pg_collection, "tp", None) is not None:
         return pg_collection
     collection = ProcessGroupCollection.use_mpu_process_groups()
+    # the tensor-parallel group is taken from Megatron's global state, which must describe the same
+    # job
     for name, group in vars(pg_collection or collection).items():
         if _ranks(group) != _ranks(getattr(collection, name, None)):
             rule = f"is required because {name} differs from Megatron's own group"

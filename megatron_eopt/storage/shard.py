@@ -144,10 +144,11 @@ def _layouts_of(
     split: Split, partition_dim: int, tensor_size: int, held: tuple[tuple[int, Fragment], ...]
 ) -> tuple[Layout, ...]:
     """Return the layouts for the non-empty fragments, each given with its rank."""
+    # laid out as it is stored, one matrix per expert, from which columns are then selected
     if split.transposed:
         experts = _layouts_of(whole(split.shape), partition_dim, tensor_size, held)
         return columns_of(split, experts)
-    # ranks with equal fragments are replicas, such as those of data parallelism without ZeRO-1
+    # ranks with equal fragments hold copies, of which the first rank sends
     holders: dict[Fragment, list[int]] = {}
     for rank, fragment in held:
         holders.setdefault(fragment, []).append(rank)
@@ -155,6 +156,7 @@ def _layouts_of(
     sources = [same[0] for same in holders.values()]
     of_rank = dict(held)
     ranges = np.array([of_rank[rank] for rank in ranks.tolist()], np.int64).reshape(-1, 3)
+    # only slabs of which a rank of this group holds a part
     tensor_ranks = np.unique(ranges[:, 0]).tolist()
     rows = [matrix_rows(split, tensor_size, rank, partition_dim) for rank in tensor_ranks]
     layouts = []

@@ -49,8 +49,8 @@ def row_group(
         return None
     own: dist.ProcessGroup | None = getattr(param, "group", None)
     group = _group_of(param, pg_collection, "gtp_remat", mode) if own is None else own
-    # for `row_cut`, which knows the parameter but no process groups
     if not hasattr(param, "gtp_remat_size"):
+        # ``row_cut`` would otherwise ask Megatron's global group, which may have another size
         param.gtp_remat_size = _size(group)  # type: ignore[attr-defined]
     return None if _size(group) == 1 else group
 
@@ -126,7 +126,7 @@ def slab(
     size = _size(group)
     shape = list(whole_shape(param) if rows is not None else param.shape)
     if dim != -1:
-        # counted from the end, because experts come first
+        # dimension 0 means rows, also of a 3-D weight of experts, where rows are dimension -2
         shape[dim - 2] *= size
     split = split_of(param, tuple(shape))
     held = param.numel()

@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = command_parser().parse_args(argv)
         if getattr(arguments, "model", None) is not None:
+            # once more, with the recipe's settings as defaults, which flags override
             arguments = command_parser(recipe(arguments.model)).parse_args(argv)
         arguments.run(arguments, Console())
     except (ConfigurationError, ConfigurationTypeError) as error:

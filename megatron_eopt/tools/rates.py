@@ -95,7 +95,9 @@ def weights_of(architecture: Architecture, tensor: int, mode: str) -> dict[str, 
             unknown.
     """
     check_choice("tp mode", mode, TP_MODES)
+    # an expert-parallel size that divides the experts, so that a rank builds few of them
     share = math.gcd(architecture.fields.get("num_moe_experts", 1), 32)
+    # a stage for each layer, of which those of one kind are built once
     layout = Layout(tensor, architecture.fields["num_layers"], share, share)
     how: Any = {"muon_tp_mode": mode, "use_distributed_optimizer": True}
     config = EmergingOptimizerConfig(optimizer="muon", lr=1.0, bf16=True, **how)

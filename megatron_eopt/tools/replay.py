@@ -93,6 +93,7 @@ def scaled(architecture: Architecture, scale: Fraction) -> Architecture:
         rule = f"must divide all sides of weights by {divisor}, but {name} is {size}"
         raise ConfigurationError("--scale", str(scale), rule, "Choose a larger scale")
     fields = {**architecture.fields, **{name: size // divisor for name, size in sizes.items()}}
+    # a multiple of 128, so that tensor parallelism divides it evenly
     vocab = -(-architecture.vocab_size // divisor // 128) * 128
     return replace(architecture, fields=fields, vocab_size=vocab)
 
@@ -114,6 +115,7 @@ def replay(
     with dry_world(rank, layout.world_size, like_cpus=not on_gpu):
         optimizer = get_megatron_optimizer(config, [build_stage(architecture, layout)])
         expected = report_of(optimizer, lambda: None)
+    # with the peak of the step, which the dry run has counted
     needed = sum(size or 0 for size in asdict(expected.memory).values())
     free = torch.cuda.mem_get_info()[0] if on_gpu else _free_memory()
     tell(f"rank {rank} needs {needed / 2**30:.2f} GiB of {free / 2**30:.2f} GiB")
@@ -180,6 +182,7 @@ class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _part(func: Any) -> str:
     if func.namespace == "c10d":
         return "waiting"
+    # as in ``Counts``, which the plan's numbers come from
     if func.overloadpacket in flop_registry:
         return "products"
     return "copies" if current_phase().name in _COPIES else "passes"

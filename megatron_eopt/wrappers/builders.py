@@ -86,6 +86,8 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
             )
             hint = "Set it to False, or the optimizer's use_distributed_optimizer to True"
             raise ConfigurationError(OF_DDP + "use_distributed_optimizer", True, rule, hint)
+        # Adam alone uses DDP's own buckets; with all other optimizers, an ``AllReducedBuffer``
+        # takes the place of buckets that DDP does not have
         if is_sharded and not scattered and settings.is_standard:
             rule = "the model was wrapped without it"
             hint = f"Also set {OF_DDP}use_distributed_optimizer=True"

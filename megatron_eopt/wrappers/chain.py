@@ -70,6 +70,8 @@ class OptimizerChain(ChainedOptimizer):
         model_chunks: Sequence[Any],
     ) -> None:
         storages = [link.storage for link in links]
+        # megatron-core's chain gets the storages, which are its own wrappers of torch optimizers;
+        # the links add the update rules, which it does not know
         super().__init__(storages)
         self.links = list(links)
         self.settings = settings
@@ -77,6 +79,9 @@ class OptimizerChain(ChainedOptimizer):
         self.policy = Policy.of(settings)
         # name of the main optimizer, if a configuration gives it
         self._main = settings.optimizer if isinstance(settings, Settings) else None
+        # one for all links: megatron-core makes one for each optimizer
+        # (``_get_megatron_optimizer_based_on_param_groups``), and then only some of them notice an
+        # overflow
         self._scaler = scaler
         self._named_chunks = list(model_chunks)
         # whether the current gradients have overflowed; None until they are unscaled
@@ -125,6 +130,7 @@ class OptimizerChain(ChainedOptimizer):
         if self._scaler is None:
             return False
         found_inf = False
+        # every rank takes part for every optimizer, in this order, also where it has no gradients
         for child in self.chained_optimizers:
             grads = [grad for _, grad in named_gradients(child)]
             group = child.get_grad_stats_parallel_group()
@@ -180,11 +186,13 @@ class OptimizerChain(ChainedOptimizer):
 
     def _prepared_step(self) -> tuple[bool, Any, float | None]:
         overflowed = self.prepare_grads()
+        # an error of the last step is raised even if this step is skipped
         self._read_late()
         self._found_inf = None
         if overflowed:
             self.skipped_steps += 1
             return False, None, None
+        # the flag whether gradients have changed is summed with the norm, in one all-reduce
         norms = self._norms(None if self._overlap is None else self._overlap.join())
         late = self._may_read_late(norms)
         found: Any = norms[None].value if late else self._read(norms)
@@ -193,7 +201,10 @@ class OptimizerChain(ChainedOptimizer):
             norm, changed = norms[None].with_flag()
             if changed or not self._keeps(norm):
                 self._overlap.forget()
+        # with a norm for each of several groups, the factor differs by parameter, and cannot be
+        # folded
         with clipped(self.links, self.settings.clip_grad, norms, fold=len(norms) == 1):
+            # after clipping, as in megatron-core
             zeros = self.count_zeros() if self.settings.log_num_zeros_in_grad else None
             if not late and self.is_above_skip_threshold(found):
                 self.skipped_steps += 1
@@ -221,6 +232,7 @@ class OptimizerChain(ChainedOptimizer):
             if self.spot_checks is not None and not self.spot_checks.read_late():
                 self.skipped_steps += 1
                 self._uncount_step()
+        # the device has written nothing in that step, but the host has counted it
         except (NonFiniteError, SpotCheckError):
             self._uncount_step()
             raise
@@ -251,9 +263,12 @@ class OptimizerChain(ChainedOptimizer):
         self._frozen.warn()
         self._found_inf = None
         if self._overlap is not None:
+            # gathers each bucket itself
             self._overlap.step()
             return True
         for child in self.chained_optimizers:
+            # ``step_with_ready_grads`` of each would gather all buckets of the model, also those
+            # with parameters that other optimizers still have to step
             child.step_in_chain()
         self.gather_params()
         return True
@@ -271,12 +286,13 @@ class OptimizerChain(ChainedOptimizer):
 
         The trainer of megatron-core 0.20 calls this after every load.
         """
+        # a gather in progress would overwrite what is now copied to the buckets
         finish_gathers(self.model_chunks)
         for child in self.chained_optimizers:
             child.quantize_and_sync_model_params_from_main_params()
 
     def _stage_model_params_from_main_params(self) -> None:
-        """Copy main weights to the model's, or to its buffers, on this rank only."""
+        """Copy main weights to this rank's part of the model's weights, without a gather."""
         for child in self.chained_optimizers:
             child._stage_model_params_from_main_params()
 
@@ -305,6 +321,8 @@ class OptimizerChain(ChainedOptimizer):
     def _norms(self, flag: Tensor | None = None) -> dict[str | None, GradNorm]:
         names = (
             None,
+            # megatron-core's answer is collective the first time, so all ranks ask in the same
+            # order
             *filter(self.has_grad_norm_group, require_upstream("SEPARATE_GRAD_NORM_GROUPS")),
         )
         parts = self.chained_optimizers
@@ -344,12 +362,14 @@ class OptimizerChain(ChainedOptimizer):
             ConfigurationError: If a parameter is not in ``model_sharded_state_dict``.
         """
         metadata = kwargs.get("metadata") or {}
+        # callers of older releases of megatron-core pass ``sharding_type``
         form = kwargs.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
         by_bucket = form == _BY_BUCKET and self._is_unmixed
         if by_bucket and not is_loading:
             optimizer_state.prepare(self.links, is_loading=is_loading)
             by_bucket = optimizer_state.count_alike(self.links)
         if by_bucket and not is_loading:
+            # megatron-core writes this form itself; ``checkpoint/requests.py`` only reads it
             state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
             state[BUFFER_PARAMS] = optimizer_state.named_buckets(self.links)
             return state
@@ -385,6 +405,7 @@ class OptimizerChain(ChainedOptimizer):
             self.quantize_and_sync_model_params_from_main_params()
 
     def _take_over(self, state: Any) -> None:
+        # all ranks check before any rank writes, so that a load that fails changes nothing
         raise_together(lambda: check_state_dict(state))
         if optimizer_state.REQUESTS in state:
             raise_together(lambda: optimizer_state.check(state))
@@ -438,9 +459,11 @@ class OptimizerChain(ChainedOptimizer):
 
     def _check_buffers(self, filename: str) -> None:
         """Raise a ConfigurationError if a file has the state of other parameters."""
+        # only these ranks read the file, as in megatron-core's ``load_parameter_state``
         first = [o for o in self.chained_optimizers if o.data_parallel_group.rank() == 0]
         if not first:
             return
+        # only the names are read; mapped tensors stay in the file
         saved: Any = torch.load(filename, mmap=True, weights_only=True)
         parts = saved if isinstance(saved, list) else [saved]
         for optimizer, part in zip(self.chained_optimizers, parts, strict=True):

@@ -81,6 +81,7 @@ class DTensorShards:
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
             return None
         mesh = param.device_mesh
+        # by ranks, not by mesh: several meshes of the same ranks share one group
         ranks = tuple(sorted(_ranks_in(param).ravel().tolist()))
         if ranks not in self._made:
             self._made[ranks] = mesh.get_group() if mesh.ndim == 1 else group_of_members(ranks)
@@ -134,6 +135,7 @@ def _shards(
         for number, ((name, param), split) in enumerate(zip(params.items(), splits, strict=True))
     ]
     if group is not None:
+        # computed from the layouts, so all ranks find the same owners without communication
         owners = iter(computed_by([layout for its in layouts for layout in its]))
         layouts = [
             tuple(layout.with_sources(_replica_of(next(owners), param, group)) for layout in its)
@@ -160,8 +162,8 @@ def _held_by_all(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> I
     """
     mine = [local_of(param).numel() for param in params]
     asks = group is not None and any(map(is_uneven, params))
-    gather_unique = gather_objects(mine, group) if asks else [mine]
-    return np.array(gather_unique, np.int64).reshape(-1, len(mine))
+    of_ranks = gather_objects(mine, group) if asks else [mine]
+    return np.array(of_ranks, np.int64).reshape(-1, len(mine))
 
 
 def _layouts(
@@ -185,6 +187,7 @@ def _fragments(
     """Return the layouts of a Megatron-FSDP parameter, given how many elements each rank has."""
     index = param.megatron_fsdp_dist_index  # type: ignore[attr-defined]
     dims = list(param.device_mesh.mesh_dim_names or ())
+    # along this dimension, ranks have consecutive ranges; all others have copies or other slabs
     of_data, stops = dims.index(index.dp_shard_dim), held[mesh]
     starts = np.zeros_like(stops)
     if not param.placements[of_data].is_replicate():
@@ -195,6 +198,7 @@ def _fragments(
         of_tensor = dims.index(index.tp_dim)
         slabs, size = np.indices(mesh.shape)[of_tensor], mesh.shape[of_tensor]
         cut = param.placements[of_tensor].dim  # type: ignore[attr-defined]
+    # fragments are listed by rank in the group, but the mesh may have another order
     order = np.argsort(mesh.ravel())
     table = np.stack([slabs.ravel(), starts.ravel(), stops.ravel()], axis=1)[order]
     return fragment_layouts(split, cut, size, [Fragment(*row) for row in table.tolist()])
@@ -205,6 +209,7 @@ def _replica_of(rank: int, param: Tensor, group: dist.ProcessGroup) -> list[int]
     assert isinstance(param, DTensor)
     mesh = _mesh_in(param, group)
     place = np.argwhere(mesh == rank)[0]
+    # one index where the mesh holds copies, all indices where it holds parts
     copy = tuple(
         int(i) if placement.is_replicate() else slice(None)
         for i, placement in zip(place, param.placements, strict=True)
@@ -323,6 +328,7 @@ def build_routed(
         places = slice(len(groups), len(groups) + len(spec.groups))
         groups += [{**group, **_rates(settings, group)} for group in spec.groups]
         params = [param for group in spec.groups for param in group["params"]]
+        # in model order, because ranks create groups and exchange shards parameter by parameter
         params.sort(key=order.__getitem__)
         if spec.layout == "element_wise":
             single = ElementWiseRule(spec.optimizer, spec.init_state_fn, settings.config)
@@ -423,6 +429,7 @@ def chain_of_shards(
     storage: Storage
     if context.settings.half:
         storage = MainShards(inner, config, scaler, state_exists)
+        # megatron-core's wrapper has replaced the parameters in the groups by main copies
         inner.follow({item.param: item.main for item in storage.main_shards()})
     else:
         storage = Float32Shards(inner, config, state_exists)

@@ -48,6 +48,7 @@ from megatron_eopt.wrappers.zero1.links import Sharding, unmixed_links
 
 logger = logging.getLogger(__name__)
 
+# equal on all ranks, which build in one order; the maps keep neither optimizers nor models alive
 _numbers = itertools.count()
 _owners = WeakIdKeyDictionary()  # parameter -> number of the optimizer that owns it
 _optimizers: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -93,6 +94,8 @@ def get_megatron_optimizer(
     """
     folder = dump_param_to_param_group_map
     raise_together(lambda: check_chunks(model_chunks))
+    # it has one optimizer for each module, which megatron-core's function builds
+    # (``get_mimo_optimizer``)
     if isinstance(model_chunks[0], find_upstream("MimoModel") or ()):
         return megatrons_own_factory(config, model_chunks)
     of_dtensors = dtensors.is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
@@ -141,6 +144,7 @@ def _take_over(optimizer: Any, params: Iterable[Tensor]) -> None:
     before = {_owners[param] for param in mine if param in _owners}
     for param in mine:
         _owners[param] = number
+    # a rank may share no parameter with an earlier optimizer that other ranks share some with
     for earlier in gather_unique(sorted(before)):
         if earlier in _optimizers:
             _optimizers[earlier].superseded = True
@@ -171,7 +175,8 @@ def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
     if settings.storage != "sharded":
         return None
     mixed = not settings.is_standard or bool(routing.optimizers - {settings.optimizer})
-    # megatron-core's own optimizer would also step the frozen parameters of its buffers
+    # megatron-core's own optimizer would also step the frozen parameters of its buffers. All ranks
+    # decide alike, because only the other way creates process groups
     mixed = any_rank(any(map(has_frozen, model_chunks))) or mixed
     collection = context.collection
 
@@ -199,11 +204,13 @@ def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
     name_parameters(model_chunks)
     sharding = Sharding(settings, model_chunks, sets, names, scaler, routing.matrices)
     if mixed:
+        # a spec without groups is there if no rank trains anything
         specs = [spec for spec in specs if spec.groups]
         return LayerWiseDistributedOptimizer.of_specs(specs, sharding, collection)
     return OptimizerChain(unmixed_links(sharding, specs), settings, scaler, model_chunks)
 
 
+# the last one is tried first, so ``build_replicated`` serves what no other storage takes
 for _builder in (
     build_replicated,
     _sharded,

@@ -144,6 +144,7 @@ def _route(
     overrides = raise_together(lambda: overrides_for(settings, config_overrides))
     if config_overrides is None and not settings.is_standard:
         overrides = {**overrides, **_without_decay(parameters)}
+    # only while overrides are matched, since a mark would stay on the user's model
     with _marked(item.param for item in parameters if item.is_embedding):
         routing = route_parameters(settings, parameters, overrides)
     routing = with_splits(routing, settings, [model])
@@ -217,6 +218,7 @@ def import_torch_muon(
     """
     names = read_value("params", params, _NAMES._replace(optional=True))
     momenta = _momenta_by_name(state_dict, names)
+    # momentum may be stored with 8 or 16 bits between steps; ``pack`` below restores that form
     optimizer.unpack()
     targets = {
         name: (param, optimizer.state[param][MOMENTUM])

@@ -46,6 +46,7 @@ def unscale_(grads: list[Tensor], inv_scale: Tensor, group: Any) -> bool:
         Whether the gradients of any rank of ``group`` had infs or nans.
     """
     found = torch.zeros_like(inv_scale)
+    # a rank without gradients still takes part in the all-reduce
     if grads:
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale)
     distributed.all_reduce(found, op=distributed.ReduceOp.MAX, group=group)
@@ -70,6 +71,7 @@ class GradNorm:
         self.groups: list[distributed.ProcessGroup] = []  # groups over which it is summed
         groups = [optimizer.get_grad_stats_parallel_group() for optimizer in optimizers]
         grads = [optimizer.get_grads_for_grad_norm(name) for optimizer in optimizers]
+        # one all-reduce instead of one for each optimizer, as in megatron-core
         if len(set(groups)) == 1:
             groups, grads = groups[:1], [[grad for some in grads for grad in some]]
         norms = [self._norm(some, group) for some, group in zip(grads, groups, strict=True)]
@@ -84,14 +86,19 @@ class GradNorm:
             mesh = get_data_parallel_group_if_dtensor(grad, mesh)
         if grads:
             local = [to_local_if_dtensor(grad) for grad in grads]
+            # norms of single gradients are kept, so that an error can name those that are not
+            # finite
             norms = torch.stack([norm.float() for norm in torch._foreach_norm(local)])
             self._of_each.append((local, norms))
             square = norms.norm().square()
         summed = torch.stack([square, self.flag])
+        # the group of DTensors has only model-parallel ranks, so their mesh comes first, as in
+        # megatron-core's ``get_grad_norm_fp32``
         for ranks in (mesh, group) if mesh else (group,):
             self.groups.append(ranks)
             distributed.all_reduce(summed, group=ranks)
         self.flag = summed[1]
+        # summed in float32, then float64, as megatron-core's ``total_norm.item() ** 0.5``
         norm: Tensor = summed[0].double().sqrt()
         return norm
 
@@ -99,6 +106,7 @@ class GradNorm:
         """Start to copy the norm to the host for :meth:`read`, and release the gradients."""
         self._sent = HostCopy(self.value)
         if self.value.is_cuda:
+            # addresses are enough to name parameters, since DDP's gradient buffers do not move
             self._of_each = [([g.data_ptr() for g in grads], n) for grads, n in self._of_each]
 
     def read(self) -> float:
@@ -170,6 +178,7 @@ def clipped(
     for update_rule in (update_rule for link in links for update_rule in link.update_rules):
         update_rule.coefficient = None
         if fold and update_rule.folds_clipping:
+            # ``factor(0)`` is 1, or NaN if the norm is not finite, so that the rule writes nothing
             factor = factors[None] if update_rule.is_clipped else norms[None].factor(0)
             update_rule.coefficient = factor if _counts(factor) else None
     name_of = require_upstream("GRAD_NORM_GROUP_ATTR")
@@ -195,6 +204,7 @@ def _counts(factor: Tensor) -> bool:
 
 
 def _scaled(link: ChainLink) -> Iterator[Tensor]:
+    # without update rules, megatron-core's own optimizer steps the stored tensors
     if not link.update_rules:
         yield from (item.main for item in link.storage.main_shards())
     for update_rule, _, main in link.stepped():

@@ -78,6 +78,7 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
         check_alike(settings.config)
         sets = buffer_sets(chunks, pg_collection, use_gloo=True, redistributed=True)
         scaler = make_scaler(settings.loss_scale)
+        # the optimizers came without routing, so they say themselves how weights are split
         sharding = Sharding(settings, chunks, sets, names_in(chunks), scaler, {})
         self._build(specs, sharding, pg_collection)
         for optimizer in optimizers:
@@ -91,6 +92,7 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
         cls, specs: Sequence[OptimizerSpec], sharding: Sharding, pg_collection: Any
     ) -> Self:
         """Build the optimizer of a configuration that is already resolved and routed."""
+        # without ``__init__``, whose arguments are a user's torch optimizers
         chain = cls.__new__(cls)
         chain._build(specs, sharding, pg_collection)
         return chain

@@ -73,6 +73,7 @@ def whole_parameters(model_chunks: Iterable[nn.Module]) -> Iterator[None]:
         for _, shard in module.param_and_grad_buffer.optimizer_named_parameters:
             of_users = {k: v for k, v in vars(shard).items() if k.startswith(_OF_USERS)}
             vars(shard.orig_param).update(of_users)
+        # the whole parameters have the attributes of Megatron's layers, the DTensors have not
         module._replace_param_with_raw_if_needed()
     try:
         yield
@@ -89,9 +90,9 @@ def shards_of_parameters(model_chunks: Iterable[nn.Module]) -> dict[Tensor, nn.P
         for _, shard in module.param_and_grad_buffer.optimizer_named_parameters
     }
     # how gradients are counted in norms, and the global name
-    told = ("allreduce", require_upstream("GRAD_NORM_GROUP_ATTR"), GLOBAL_NAME_ATTRIBUTE)
+    copied = ("allreduce", require_upstream("GRAD_NORM_GROUP_ATTR"), GLOBAL_NAME_ATTRIBUTE)
     for param, shard in shards.items():
-        vars(shard).update({k: v for k, v in vars(param).items() if k in told})
+        vars(shard).update({k: v for k, v in vars(param).items() if k in copied})
     return shards
 
 
@@ -99,6 +100,7 @@ def _complete_gradients(params: Iterable[Tensor]) -> None:
     """Give empty shards an empty gradient, which Megatron-FSDP does not set."""
     for param in params:
         local = local_of(param)
+        # without a gradient it would not be stepped, and ranks would disagree about that
         if param.grad is None and not local.numel():
             param.grad = shard_like(param, local.detach())
 
@@ -194,6 +196,7 @@ def build_megatron_fsdp(context: OptimizerBuildContext) -> OptimizerChain | None
 
 def _stats_group(context: OptimizerBuildContext) -> Any:
     """Return the group over whose ranks gradient statistics are summed."""
+    # every data-parallel rank then has the whole gradient
     if context.model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard":
         return context.collection.mp
     groups = ProcessGroupCollection.setup_process_groups_for_optimizer(
@@ -212,6 +215,7 @@ class MegatronFSDPShards(LocalShards, Replicated, DistributedOptimizer):
             grad_scaler=None,
             init_state_fn=state_exists,
             model_chunks=list(model_chunks),
+            # with Megatron-FSDP, the constructor returns before it reads buffers and groups
             per_model_buffers={},
             data_parallel_group=None,
             data_parallel_group_gloo=None,
@@ -230,6 +234,7 @@ class MegatronFSDPShards(LocalShards, Replicated, DistributedOptimizer):
 
     def gradient_of(self, item: MainShard) -> Tensor | None:
         """Return this rank's part of a gradient, which counts in the norm."""
+        # the tensor that megatron-core takes in ``_filter_grads_for_norm``
         return None if item.main.grad is None else item.main.grad._local_tensor  # type: ignore[attr-defined]
 
     def gather_params(self, *, now: bool = False) -> None:

@@ -75,6 +75,7 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
         local = local_of(tensor)
+        # whole storages are counted: a parameter is a view of DDP's buffer, which counts once
         place = address_of(local)[0]
         if place not in seen:
             seen.add(place)

@@ -73,6 +73,8 @@ class Overlap:
             # so that megatron-core leaves the gather of buckets to this class
             chunk.overlap_param_gather_with_optimizer_step = True
         for group in self._groups:
+            # the attribute hides the method, which DDP's backward hooks call when the last gradient
+            # of a bucket group is there (``register_grad_ready``)
             group.start_grad_sync = functools.partial(self._started, group, group.start_grad_sync)
 
     def _found(self) -> Iterator[_Window]:
@@ -85,6 +87,8 @@ class Overlap:
                     for number, members in enumerate(update_rule.members):
                         mine = {params[shard] for shard in members}
                         if mine <= group.params:
+                            # their gradients may still be summed over other ranks in
+                            # ``finalize_model_grads``
                             late = any(
                                 getattr(p, name, False) for p in mine for name in _CHANGED_LATER
                             )
@@ -97,6 +101,7 @@ class Overlap:
             # another backward pass without a step in between
             self.forget()
         start(*args, **kwargs)
+        # this group's backward pass has hidden the reduction of the one before
         ready, self._waiting = self._waiting, [group]
         self._begun.add(group)
         for earlier in ready:
@@ -111,6 +116,7 @@ class Overlap:
             self._stream.wait_stream(torch.cuda.current_stream())
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if group.grad_reduce_handle is not None:
+                # with NCCL, this makes the stream wait, not the host
                 group.grad_reduce_handle.wait()
             for window in self._windows[group]:
                 if window.is_early:
@@ -129,6 +135,7 @@ class Overlap:
 
     def join(self) -> Tensor:
         """Return 1 if a gradient of this rank has changed since its update was computed, else 0."""
+        # the last group has no later reduction to hide behind; ``step_window`` computes its updates
         self._begun.clear()
         self._waiting.clear()
         if self._stream is not None:
@@ -149,9 +156,11 @@ class Overlap:
                 stack.enter_context(storage.writing_model_copies())
             self._step()
         for storage in self._storages:
+            # ``Storage.step_with_ready_grads``, which counts otherwise, is not called
             storage.steps += 1
 
     def _step(self) -> None:
+        # before all windows, so that buckets without matrices can be gathered at once
         for link, update_rule in self._others:
             with link.groups_and_state(update_rule) as (groups, state):
                 update_rule.step(groups, state)
@@ -160,5 +169,6 @@ class Overlap:
                 with window.link.groups_and_state(window.update_rule) as (groups, state):
                     window.update_rule.step_window(window.number, groups, state)
             for storage in self._storages:
+                # the gather sends this rank's fragment of the bucket, so weights are written first
                 storage.write_model_copies(group.params)
             group.start_param_sync()

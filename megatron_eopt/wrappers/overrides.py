@@ -56,6 +56,7 @@ def own_arguments(
         rule = f"{optimizer} raised an error: {error}".rstrip(".")
         hint = "Correct these settings"
         raise ConfigurationError("config_overrides", arguments, rule, hint) from error
+    # torch optimizers read what is in their defaults from the group, in every step
     return {name: value for name, value in arguments.items() if name not in made.defaults}
 
 

@@ -40,6 +40,7 @@ class PlacedShards:
 
     def __init__(self, names: Mapping[Tensor, str], group: dist.ProcessGroup | None) -> None:
         self._ranks = Ranks.of(group)
+        # a parameter without a place must raise before the others wait for this rank's places
         mine = raise_together_in(group, lambda: [_described(p, n) for p, n in names.items()])
         found = gather_objects(mine, group) if self._ranks.group is not None else [mine]
         if any(_wholes(its) != _wholes(mine) for its in found):
@@ -120,11 +121,14 @@ class _Boxes:
     def __init__(self, boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
         self.low = np.array([offset for offset, _ in boxes], np.int64)
         self.high = self.low + np.array([shape for _, shape in boxes], np.int64)
+        # from the last rank to the first, so that the lowest rank of equal boxes remains
         first = {box: rank for rank, box in reversed(list(enumerate(boxes)))}
         self.is_first = np.array([first[box] == rank for rank, box in enumerate(boxes)])
 
     def cover(self, whole: tuple[int, ...]) -> bool:
         """Return whether the boxes, each copy counted once, are the whole parameter."""
+        # each index has a pseudo-random weight, and a box the product of its sides' sums. Boxes
+        # with gaps or overlaps add up to the whole only by chance
         sizes = sum_of_weights(self.high) - sum_of_weights(self.low)
         covered = np.multiply.reduce(sizes, axis=1)[self.is_first].sum()
         return bool(covered == np.multiply.reduce(sum_of_weights(np.array(whole, np.int64))))

@@ -85,6 +85,8 @@ class MainParamsOptimizer(Replicated, Float16OptimizerWithFloat16Params):
             if item.main is item.param:
                 item.main.grad = grad
             else:
+                # the main copy needs a gradient of its own dtype; the model's is freed, unless
+                # DDP's buffer holds it
                 item.main.grad = None if grad is None else grad.float()
                 item.param.grad = None
 
@@ -101,6 +103,7 @@ class Float32Optimizer(Replicated, FP32Optimizer):
 
     def collect_gradients(self) -> None:
         """Hand DDP's gradients to the parameters."""
+        # for float32, megatron-core does no more here than this
         self.prepare_grads()
 
 
@@ -150,6 +153,7 @@ def _check_copies(context: OptimizerBuildContext, *, compare: bool) -> None:
         if isinstance(param, DTensor):
             rule = "is a DTensor, but this storage steps whole parameters"
             raise ConfigurationError(name, param.placements, rule, "Use build_sharded, or FSDP")
+        # a few elements tell copies from parts of equal shape, and are cheap to send
         numbers = param.detach().reshape(-1)
         sample = numbers[:: max(1, numbers.numel() // _SAMPLED)].tolist() if compare else []
         seen[route.parameter.is_expert][name] = (tuple(param.shape), sample)
@@ -198,6 +202,8 @@ def _link(
         # this state is for the model's parameters, which the wrapper may replace by main weights
         optimizer.state.clear()
     storage = storage_of(optimizer, settings.config, init_state_fn=spec.init_state_fn)
+    # data-parallel ranks have equal gradients, so the norm is summed over model-parallel ranks
+    # only; older releases of megatron-core lack the first of these groups
     names = ("tp_ep_pp_with_egtp_remat", "tp_ep_pp") if spec.is_expert else ("mp",)
     groups = (getattr(collection, name, None) for name in (*names, "mp"))
     storage.count_in(next(group for group in groups if group is not None), collection)
@@ -207,12 +213,14 @@ def _link(
         _check_whole(spec, context.routing)
     stored = list(storage.main_shards())
     if isinstance(optimizer, TensorParallelMuon):
+        # how a weight is cut and split is on the model's parameter, not on its main copy
         optimizer.follow({item.main: item.param for item in stored})
     update_rules = _update_rules(spec, [item.param for item in stored], settings, collection)
     model_of = {item.main: item.param for item in stored}
     params = []
     for update_rule in update_rules:
         update_rule.is_clipped = spec.is_clipped
+        # other state is created by the first step, as in megatron-core, or by a save (``prepare``)
         if made_early or spec.layout == "matrix_update":
             update_rule.init(optimizer.param_groups, optimizer.state)
         params.append(

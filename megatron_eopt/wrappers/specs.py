@@ -94,6 +94,8 @@ def optimizer_specs(
         kind = (name, group.key.is_expert, tuple(sorted(own.items())))
         kinds.setdefault(kind, []).append(group)
     specs = []
+    # values may not be comparable, so only their presence counts; the sort keeps the order of
+    # groups, which is the same on all ranks
     for kind in sorted(kinds, key=lambda kind: (kind[0] != main, *kind[:2], bool(kind[2]))):
         (name, is_expert, arguments), mine = kind, kinds[kind]
         groups = [param_group(g, [r.parameter.param for r in g.routes], **rates) for g in mine]
@@ -199,6 +201,7 @@ def fault_in(construct: Construct, weights: Sequence[Tensor]) -> str | None:
     """Return why an optimizer cannot start from whole weights; None if it can, or in a dry run."""
     if any(map(is_fake, weights)):
         return None
+    # the constructor may change what it gets, and these are the real weights
     copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
     try:
         construct([{"params": copies}])
@@ -223,6 +226,7 @@ def update_rule_over(
     update_rule: UpdateRule
     if spec.layout == "matrix_update":
         update_rule = spec.optimizer.update_rule_over(list(shards.values()), engine_config)
+    # a Muon whose ``steps_in_pieces()`` is False, because a subclass overrides a method
     elif hasattr(type(spec.optimizer), "steps_in_pieces"):
         raise ConfigurationError(
             "optimizer",
@@ -244,6 +248,7 @@ def update_rule_over(
         update_rule = WholeMatrixRule(
             spec.optimizer, init, list(shards.values()), shapes, engine_config, check
         )
+    # also for shards that are empty here: this rank may compute their matrices
     group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
     update_rule.assign({number: group_of[param] for number, param in enumerate(shards)})
     return update_rule

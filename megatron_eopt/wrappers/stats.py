@@ -70,6 +70,7 @@ class _Part:
         self._before = [
             (one, float(one.group["lr"]), _sample(one.data).clone())
             for one in (() if reports_updates else weights)
+            # a rate of 0 changes nothing, and changes are divided by the rate
             if one.group["lr"] and one.data.numel()
         ]
 
@@ -132,6 +133,7 @@ class Stats:
         if self._values is not None:
             return self._values
         names = sorted(gather_unique(name for name, *_ in self._rows))
+        # float64, because many ranks add numbers of elements and bytes, which float32 would round
         table = torch.zeros(
             len(names), len(_COLUMNS), dtype=torch.float64, device=device_of_collectives()
         )
@@ -219,7 +221,9 @@ def _share(storage: Storage, item: MainShard) -> float:
     if isinstance(storage, OwnLoopStorage):
         if not isinstance(item.main, DTensor):
             return 1 / _world_size()
+        # each of the mesh's replicas counts by its share
         return _shards_of(item.main) / item.main.device_mesh.size()
+    # the same conditions as in megatron-core's ``_filter_grads_for_norm``
     groups = {name: getattr(storage, name, None) for name in ("tp_group", "expert_tp_group")}
     is_first = param_is_not_tensor_parallel_duplicate(item.param, **groups)
     is_first = is_first and param_is_not_gtp_duplicate(item.param)

@@ -145,6 +145,7 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, name: str, args: Any) -> None:
         if name == "barrier" or not (group := next(_groups(args), None)):
             return
+        # an output is as large as the inputs of all ranks, and not what this rank sends
         given = args[1] if any(word in name for word in _WITH_OUTPUT) else args[0]
         sent = sum(item.nbytes for item in tree_iter(given) if isinstance(item, Tensor))
         ranks = distributed.get_process_group_ranks(group)
@@ -178,6 +179,7 @@ def updating_optimizer() -> str | None:
 def _stepped_in(frame: FrameType) -> str | None:
     """Return the optimizer whose step function a frame runs."""
     function = frame.f_code.co_name
+    # ``WholeMatrixRule.step``, ``MuonRule.look_ahead`` and the like, up the stack of this call
     if not function.startswith(("step", "look_ahead")):
         return None
     # f_locals keeps variables alive, so read those of step functions only

@@ -50,6 +50,7 @@ _RECEIVING = {"alltoall_base_", "_allgather_base_"}
 
 _OF_DTYPE = {dtype: torch.empty(0, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
 _widens = newton_schulz.is_widened
+# ``runs_kernels`` takes fake tensors for a GPU's; patched, it treats them like a CPU's
 _LIKE_CPUS = [
     Patch(gpu, "runs_kernels", lambda _: False),
     Patch(
@@ -193,6 +194,7 @@ class _Peers:
 
     def gather_objects[T](self, value: T, group: distributed.ProcessGroup | None) -> list[T]:
         """Return this rank's value for every rank."""
+        # peers of one group do alike, except for what ``group_ranks`` tells
         return [value] * distributed.get_world_size(group)
 
     def group_ranks(self, group: distributed.ProcessGroup | None) -> list[GroupRank]:
@@ -202,6 +204,7 @@ class _Peers:
         mine = distributed.get_process_group_ranks(group)
         if len(mine) == self._size:
             return [group_rank_in(mine, rank) for rank in range(self._size)]
+        # Megatron gives all groups of one kind the same description
         alike = [g for g in self._groups[group.group_desc] if len(g) == len(mine)]
         found = {rank: group_rank_in(ranks, rank) for ranks in alike for rank in ranks}
         return [found[rank] for rank in range(self._size)]

@@ -100,6 +100,7 @@ def _ways(schedule: Schedule, machine: Machine) -> list[tuple[float, float]]:
         if not way.collective:
             return 0.0
         both = np.array([way.send_sizes, way.recv_sizes]) * size
+        # links send and receive at once, so the larger direction counts
         inside, outside = both[:, near].sum(1).max(), both[:, ~near].sum(1).max()
         return machine.latency + float(max(inside / machine.link, outside / machine.network))
 
@@ -122,8 +123,10 @@ def _exposed(ways: Sequence[tuple[float, float]], work: Sequence[float]) -> floa
     """Return the seconds of communication that computing other waves does not hide."""
     arrived = started = done = left = 0.0
     for (inward, outward), seconds in zip(ways, work, strict=True):
+        # a wave is sent when the one before begins to be computed, not earlier
         arrived = max(arrived, started) + inward
         started = max(arrived, done)
         done = started + seconds
+        # updates leave one wave after another
         left = max(left, done) + outward
     return left - math.fsum(work)

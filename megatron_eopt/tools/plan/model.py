@@ -158,6 +158,7 @@ def transformer_config(architecture: Architecture, layout: Layout) -> Transforme
     """Return megatron-core's configuration of an architecture at a layout."""
     fields, last = architecture.fields, stages(architecture, layout)[-1]
     gated, uneven = fields.get("gated_linear_unit"), fields["num_layers"] % layout.pipeline > 0
+    # what a plan does not ask for is off or plain, since it needs no kernels of other packages
     given: dict[str, Any] = {
         "add_bias_linear": False,
         "activation_func": torch.nn.functional.silu if gated else torch.nn.functional.gelu,

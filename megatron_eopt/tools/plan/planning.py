@@ -191,6 +191,7 @@ class _DryRuns:
         with dry_world(first, self._layout.world_size):
             model, optimizer = self._built()
             stage = _stage(optimizer, self._layout, kind, self._machine.gpus)
+            # it is built already, so its step costs no second construction
             if stage.busiest == first and stage.loads.max() > self._most:
                 self._steps[first] = self._stepped(first, model, optimizer)
         self._most = max(self._most, stage.loads.max())

@@ -32,6 +32,7 @@ class AllReducedBuffer:
         self.ddp_config = buffer.ddp_config
         self.data_parallel_group = buffer.data_parallel_group
         self.data_parallel_world_size = distributed.get_world_size(self.data_parallel_group)
+        # None: one bucket, however large, because nothing overlaps with its gather
         layout = DistributedOptimizer._compute_per_buffer_param_layout(
             self.params, None, self.data_parallel_world_size, self.ddp_config, self.param_indices
         )
@@ -57,6 +58,7 @@ class AllReducedBuffer:
             for param, (start, stop, _) in self.param_index_map.items():
                 view = self._data[start:stop].view(param.shape)
                 view.copy_(param)
+                # DDP's hooks and buffers know parameters as objects, so the data may move
                 param.data = view
         self.gathered_by_hooks: bool = self.ddp_config.overlap_param_gather
         for overlapping in buffer.buckets if self.gathered_by_hooks else ():
@@ -77,6 +79,8 @@ class AllReducedBuffer:
         other optimizers in the same bucket are kept.
         """
         shard = self._data.numel() // self.data_parallel_world_size
+        # of all optimizers that train parameters of this bucket, each built while the others' are
+        # frozen
         known = bucket.__dict__.setdefault("fragments_of", {})
         for param in (param for param in bucket.params_list if param in self.param_index_map):
             start, stop, _ = self.param_index_map[param]
@@ -86,6 +90,7 @@ class AllReducedBuffer:
             }
         ranks = range(self.data_parallel_world_size)
         by_rank = [[held[rank] for held in known.values() if rank in held] for rank in ranks]
+        # ``start_param_sync`` gathers these lists if DDP does not use the distributed optimizer
         bucket.set_layerwise_params_list(by_rank)
 
 

@@ -74,7 +74,10 @@ def redistribution_grids(groups: Sequence[tuple[Any, Any, Any, Any]]) -> list[Ra
             classes.setdefault(data[rows[place.first].first].first, []).append(rank)
         mine = next(ranks for ranks in classes.values() if distributed.get_rank() in ranks)
         known = (group for group in (data_group, existing) if group is not None)
+        # a group of Megatron's is used again if it is the grid, because each communicator takes
+        # memory
         group = next((group for group in known if sorted(ranks_of(group)) == mine), None)
+        # ``new_group`` is collective over the world, so all ranks create all groups, or none
         if any_rank(group is None and len(mine) > 1):
             made = [distributed.new_group(ranks) for ranks in classes.values()]
             group = made[list(classes.values()).index(mine)] if len(mine) > 1 else None
@@ -123,6 +126,8 @@ def buffer_sets(
     """
     collection = process_groups(pg_collection)
     given = pg_collection if collection is pg_collection else None
+    # without gloo here: with it, the function fails for a caller's own groups, and where Megatron
+    # has created no gloo groups; ``_gloo_twin`` returns None there
     found = ProcessGroupCollection.setup_process_groups_for_optimizer(
         given, list(model_chunks), use_gloo_process_groups=False
     )
@@ -135,6 +140,7 @@ def buffer_sets(
     existing = getattr(collection, "tp_dp_cp", None)
     rows = [getattr(collection, name, None) for name in ("gtp_remat", "expt_gtp_remat")]
     wanted = [(collection.tp, rows[0], found["intra_dp_cp_group"], existing)]
+    # a stage without experts has an empty set, to take part in the creation of groups
     if any_rank(any(chunk.expert_parallel_buffers for chunk in model_chunks)):
         wanted.append((collection.expt_tp, rows[1], found["intra_expt_dp_group"], None))
     grids = redistribution_grids(wanted) if redistributed else [None] * len(wanted)
@@ -227,6 +233,7 @@ def _gloo_twin(group: Any, is_expert: bool) -> Any:
         )
     except AssertionError:
         return None
+    # a caller's own groups may have other ranks than Megatron's global ones
     same = distributed.get_process_group_ranks(twin) == distributed.get_process_group_ranks(group)
     return twin if same else None
 

@@ -17,12 +17,12 @@ from megatron_eopt.wrappers.zero1.buffers import BufferSet, RankGrid
 
 
 class BufferRange(NamedTuple):
-    """Position of a parameter in its bucket; a rank holds ``shard`` elements of the bucket."""
+    """Position of a parameter in its bucket, which is cut evenly over the data-parallel ranks."""
 
     name: str
-    start: int
+    start: int  # of the parameter, counted from the bucket's first element
     stop: int
-    shard: int
+    shard: int  # elements of the bucket on each rank
 
     def held_by(self, data_rank: int) -> tuple[int, int]:
         """Return the range of the flattened parameter on a rank, or ``(0, 0)``."""
@@ -38,6 +38,7 @@ def ranges_in(buffer_set: BufferSet, names: Mapping[Tensor, str]) -> dict[Tensor
         for param in buffer.params:
             start, stop, bucket_id = buffer.param_index_map[param]
             bucket = buffer.buckets[bucket_id]
+            # DDP pads buckets, so that this divides evenly; the last ranks have the padding
             shard = bucket.grad_data.numel() // buffer.data_parallel_group.size()
             start, stop = start - bucket.offset, stop - bucket.offset
             places[param] = BufferRange(names[param], start, stop, shard)
@@ -74,6 +75,7 @@ def fragment_of(
         size, dim = 1, -1
     coordinates = zip(grid.tensor_ranks, grid.row_ranks, grid.data_ranks, strict=True)
     fragments = [
+        # ranks with equal fragments have copies, so what no tensor parallelism cuts has rank 0
         Fragment(tensor if size > 1 else 0, *place.held_by(data)).of_rows(param, rows)
         for tensor, rows, data in coordinates
     ]
@@ -95,12 +97,14 @@ def _slab_of(split: Split, size: int, dim: int, name: str) -> Split:
     """Return the split of one tensor-parallel slab of a parameter."""
     *experts, rows, cols = split.shape
     shape = (*experts, rows // size, cols) if dim == 0 else (*experts, rows, cols // size)
+    # the cut is along the columns of the matrices, so the rows of the split stay as they are
     if (dim == 1) != split.transposed:
         return replace(split, shape=shape)
     sections = []
     for section in split.sections:
         if section.blocks % size == 0:
             sections.append(replace(section, blocks=section.blocks // size))
+        # a section of one matrix may be cut anywhere: each slab then has a matrix of its own
         elif len(section.fields) == 1 and section.rows % size == 0:
             field = replace(section.fields[0], rows=section.rows // size)
             sections.append(replace(section, fields=(field,), blocks=1))

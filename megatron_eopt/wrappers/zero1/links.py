@@ -84,6 +84,7 @@ def unmixed_links(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list[Ch
     for spec in specs:
         update_rules = []
         if spec.optimizer is not None:
+            # megatron-core's constructor replaces these parameters by this rank's fragments
             bind(spec.optimizer, spec.groups, defaultdict(dict))
             config = sharding.settings.config
             update_rules = [ElementWiseRule(spec.optimizer, spec.init_state_fn, config)]
@@ -130,7 +131,7 @@ def _link(
             continue
         members = {param for group in mine for param in group["params"]}
         of_base = {param: place for param, place in places.items() if param in members}
-        update_rule = _update_rule(sharding, spec, mine, of_base, buffers)
+        update_rule = _update_rule_of(sharding, spec, mine, of_base, buffers)
         update_rule.is_clipped = spec.is_clipped
         update_rules[number] = update_rule
         served.append((update_rule, slice(len(groups), len(groups) + len(mine))))
@@ -140,6 +141,7 @@ def _link(
     composite = CompositeOptimizer(groups, served)
     storage = sharding.storage(composite, buffers)
     link = _numbered(ChainLink(storage, composite.update_rules), params)
+    # only now do the groups have fragments instead of the model's parameters
     composite.init_state()
     for number, update_rule in update_rules.items():
         live[number].extend(composite.groups_of(update_rule))
@@ -161,6 +163,7 @@ def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSett
     for update_rule in composite.update_rules:
         with composite.groups_and_state(update_rule) as (groups, state):
             update_rule.off_load(groups, state, place)
+    # torch refuses a gradient on another device than its tensor, which may be off-loaded
     storage.collect_gradients = functools.partial(  # type: ignore[method-assign]
         on_device,
         [update_rule.host for update_rule in composite.update_rules],
@@ -168,7 +171,7 @@ def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSett
     )
 
 
-def _update_rule(
+def _update_rule_of(
     sharding: Sharding,
     spec: OptimizerSpec,
     groups: Sequence[ParamGroup],
@@ -182,6 +185,7 @@ def _update_rule(
         return ElementWiseRule(spec.optimizer, spec.init_state_fn, settings.config)
     grid = buffers.grid
     assert grid is not None
+    # in mode ``blockwise``, each tensor-parallel slab is orthogonalized as a matrix of its own
     slabs = spec.layout == "matrix_update" and spec.optimizer.tp_mode == "blockwise"
     if slabs:
         grid = data_parallel_only(grid, buffers.data)

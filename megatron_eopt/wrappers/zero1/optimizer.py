@@ -45,6 +45,7 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
     @classmethod
     def _build_optimizer_group_ranges(cls, param_groups: Any, gbuf_ranges: Any) -> Any:
         """Skip parameters of the buffers that are in no group; they may be another optimizer's."""
+        # megatron-core looks up the group of every parameter of the buffers, and raises KeyError
         owned = {param for group in param_groups for param in group["params"]}
         for bucket in (b for by_dtype in gbuf_ranges for kind in by_dtype.values() for b in kind):
             held = bucket["param_map"]
@@ -143,6 +144,8 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
 
     def _stage_model_params_from_main_params(self) -> None:
         if self.ddp_config.reuse_grad_buf_for_mxfp8_param_ag and not self.is_stub_optimizer:
+            # MXFP8 weights are no views of the buckets, so megatron-core has another method for
+            # them
             self._copy_main_params_to_param_buffer()
         else:
             super()._stage_model_params_from_main_params()
@@ -154,6 +157,7 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
     def _param_view(self, param: Tensor) -> Tensor:
         held = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
         buffer, _, bucket = self.model_param_gbuf_map[param]
+        # from the bucket, not from the parameter: the all-gather sends this range of the bucket
         data: Tensor = self.buffers[buffer].buckets[bucket].param_data
         return data.view(-1)[held.start : held.end]
 
@@ -181,6 +185,7 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
 
     def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Any]:
         tensors = super()._get_main_param_and_optimizer_states(model_param)
+        # torch's counters of shape () are no fragments; groups have the common count
         return {kind: value for kind, value in tensors.items() if kind != STEP}
 
     def _set_main_param_and_optimizer_states(

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_eopt import megatron_lm
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.megatron_lm.trainer import checking_what_it_knows
+from megatron_eopt.megatron_lm.trainer import validating_known_flags
 from tests.harness import run_ranks
 
 TRAINERS = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 1".split()
@@ -103,7 +103,7 @@ MUON = {"optimizer": "muon", "transformer_impl": "local", "qk_clip": False}
     ids=["off-loaded state", "Megatron-FSDP", "torch FSDP2"],
 )
 def test_saves_and_layouts_that_would_fail_are_refused(given, needed, message):
-    check = checking_what_it_knows(lambda args, defaults: args)
+    check = validating_known_flags(lambda args, defaults: args)
     with pytest.raises(ConfigurationError, match=message):
         check(argparse.Namespace(**given, **SAVES))
     for name in needed:
@@ -133,7 +133,7 @@ FSDP2 |= {"tensor_model_parallel_size": 1, "calculate_per_token_loss": False}
     ids=["buffers", "format", "tokens", "Megatron's state", "buffers, Megatron-FSDP"],
 )
 def test_flags_that_fsdp_cannot_serve_are_refused(given, message):
-    check = checking_what_it_knows(lambda args, defaults: args)
+    check = validating_known_flags(lambda args, defaults: args)
     with pytest.raises(ConfigurationError, match=message):
         check(argparse.Namespace(**given))
 
@@ -156,7 +156,7 @@ def test_what_megatron_would_refuse_it_is_not_shown_but_keeps():
         raise ValueError("something else")
 
     with pytest.raises(ValueError, match="something else"):
-        checking_what_it_knows(fails)(args)
+        validating_known_flags(fails)(args)
     expected = {**asked, "optimizer": "adam", **dict.fromkeys(hidden, False)}
     assert {name: shown[name] for name in asked} == expected
     assert {name: getattr(args, name) for name in asked} == asked

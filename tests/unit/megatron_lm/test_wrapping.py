@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_eopt.megatron_lm.trainer import in_the_usual_layout
+from megatron_eopt.megatron_lm.trainer import with_standard_layout
 
 
 def calls_of(names: str, **wanted: Any) -> tuple[bool, Any]:
@@ -20,7 +20,7 @@ def calls_of(names: str, **wanted: Any) -> tuple[bool, Any]:
 
     original.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     config = SimpleNamespace(use_distributed_optimizer=False)
-    in_the_usual_layout(original)(
+    with_standard_layout(original)(
         ddp_config=config, use_layer_wise_distributed_optimizer=True, **wanted
     )
     return config.use_distributed_optimizer, seen["use_layer_wise_distributed_optimizer"]

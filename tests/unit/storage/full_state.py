@@ -155,7 +155,9 @@ def counts_of(chunk: Any, optimizer: Any) -> dict[str, int]:
 
 
 def write(case: Case, chunk: Any, optimizer: Any, folder: str | Path) -> None:
-    """Save what a run has now."""
+    """Save what a run has now; as in the trainer, after the gather that a forward pass would do."""
+    if chunk.ddp_config.overlap_param_gather:
+        chunk.start_param_sync(force_sync=True)
     Path(folder).mkdir(exist_ok=True)
     dist_checkpointing.save(sharded(case, chunk, optimizer, is_loading=False), str(folder))
 
