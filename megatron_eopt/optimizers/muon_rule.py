@@ -204,8 +204,9 @@ class MuonRule(UpdateRule):
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Return the directions of some shards, as they are sent, and what momenta will be."""
         stepped = {n: item for n, item in self._stepped(groups, state).items() if n in numbers}
+        params = [item.param for item in stepped.values()]
         if self.host is not None:
-            self.host.fetch([item.param for item in stepped.values()], state)
+            self.host.fetch(params, state)
         momenta = {
             n: item.state[MOMENTUM].clone()
             if self.rounding is None
@@ -213,13 +214,16 @@ class MuonRule(UpdateRule):
             for n, item in stepped.items()
         }
         found = self._mixed(stepped, momenta, self.optimizer.nesterov, self._dtype)
+        if self.host is not None:
+            self.host.write_back(params, state)
+            self.host.settle()
         return {n: self._input(n, found).to(self._dtype) for n in numbers}, momenta
 
-    def compute_alone(self, engine: MatrixEngine, stack: Tensor, matrix: int) -> None:
-        """Compute one whole matrix of an engine on this rank, without measuring it."""
+    def compute_alone(self, engine: MatrixEngine, stack: Tensor, matrices: Sequence[int]) -> None:
+        """Compute whole matrices of an engine on this rank, without measuring them."""
         self.engine, before = engine, self._stats
         self._stats = None
-        engine.compute_alone(stack, matrix)
+        engine.compute_alone(stack, matrices)
         self._stats = before
 
     @property
