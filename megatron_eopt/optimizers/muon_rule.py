@@ -408,7 +408,8 @@ class MuonRule(UpdateRule):
             self._write(late, updates)
             self.coefficient = before
             self.held.items += [replace(item, group=dict(item.group)) for item in late]
-            self.held.updates |= {item.number: updates[item.number].clone() for item in late}
+            mine = [item.number for item in late if item.number not in self.held.updates]
+            self.held.updates |= {number: updates[number].clone() for number in mine}
 
     def apply_held(self) -> None:
         """Update the weights that the last step left as they were."""

@@ -351,8 +351,11 @@ class SpotCheck:
 
     def hold(self, passed: Tensor) -> None:
         """Let the step write drawn weights only if ``passed``, of shape (), is not NaN."""
-        shards = frozenset(self._matrices[number].shard for number in self._drawn)
-        self.rule.held = Held(shards, passed)
+        drawn = Counter(self._matrices[number].shard for number in self._drawn)
+        whole = {
+            n: u for n, u in self._updates.items() if drawn[n] == len(self.rule.shards[n].layouts)
+        }
+        self.rule.held = Held(frozenset(drawn), passed, updates=whole)
 
     def _insert(self, updates: Mapping[int, Tensor]) -> None:
         self._copy(self._drawn, self._updates, updates)
@@ -694,8 +697,8 @@ class SpotChecks:
 
     def _turn(self, step: int) -> int | None:
         """Return whose turn it is; None if no matrix is checked in a step."""
-        before, now = ((phase * self._turns) // self.cycle for phase in (step - 1, step))
-        return now % self._turns if now != before else None
+        before, now = ((phase * self._turns) // self.cycle for phase in (step, step + 1))
+        return before % self._turns if now != before else None
 
     def read_late(self) -> bool:
         """Act on the check of a step that did not wait for it; return whether it was done.

@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import distributed
 
 from megatron_eopt.base.agreement import group_ranks_in, ranks_of
+from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.layouts.assignment import Float64Array
@@ -87,6 +88,7 @@ class Checks:
     every: float  # in one of so many steps, matrices are checked
     usual: StepCounts  # counts of a step without checks
     checking: StepCounts  # mean counts of a step with checks
+    peak: int  # most bytes that a step with checks allocates
 
     def share(self, count: str) -> float:
         """Return by which share checks raise a count, on average over all steps."""
@@ -171,17 +173,19 @@ def _checks(optimizer: Any, usual: Report) -> Checks | None:
     checks = optimizer.spot_checks
     if checks is None:
         return None
-    seen = Counts()
+    seen, peak = Counts(), 0
     for step in checks.steps:
         for link in optimizer.links:
             link.storage.steps = step
-        with Counts() as counts:
+        with Counts() as counts, LiveBytes() as live:
             optimizer.step()
         seen.add(counts)
+        peak = max(peak, live.peak)
     number = len(checks.steps)
     sums = StepCounts.of(sum(seen.phases.values(), Amount()), seen.collectives)
     means = StepCounts(*(count / number for count in vars(sums).values()))
-    return Checks(checks.cycle / number, StepCounts.of(usual.total, usual.collectives), means)
+    once = StepCounts.of(usual.total, usual.collectives)
+    return Checks(checks.cycle / number, once, means, peak)
 
 
 @dataclass(frozen=True)

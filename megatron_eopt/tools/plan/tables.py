@@ -120,6 +120,10 @@ def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
             name, unit = units.get(count, (count.replace("_", " "), 1))
             amounts = (f"{counts[count] / unit:,.2f}" for counts in (usual, checking))
             rows.append((name, *amounts, f"{plan.checks.share(count):.2%}"))
+        peaks = (
+            f"{peak / 2**20:,.2f}" for peak in (report.memory.transient or 0, plan.checks.peak)
+        )
+        rows.append(("MiB, transient", *peaks, ""))
         title = f"Spot checks, in one of {plan.checks.every:g} steps"
         _print(console, title, ("", "usual step", "checking step", "more, on average"), rows)
     held = {plan.rank: report.memory, fullest: most}
