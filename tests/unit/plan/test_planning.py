@@ -99,6 +99,25 @@ def test_where_ranks_outnumber_matrices_teams_have_less_to_do(name, layout, reco
     assert predicted > 1.2
 
 
+MODELS = {
+    "llama-3-70b": Layout(tensor=8, pipeline=4, data=16),
+    "qwen3-8b": Layout(tensor=2, data=32),
+    "qwen3-30b-a3b": Layout(data=64, expert=8, expert_tensor=1),
+}
+
+
+@pytest.mark.parametrize("name", mostly_long(MODELS, "qwen3-8b"))
+def test_checks_of_one_matrix_in_100_cost_little(name, record_property):
+    shape = recipe(name).architecture()
+    found = in_a_process(shape, MODELS[name], muon_check_fraction=0.01)["spot_checks"]
+    shares = found["shares"]
+    record_property("spot checks", ", ".join(f"{k} {v:+.2%}" for k, v in shares.items()))
+    assert all(share < 0.015 for share in shares.values())
+    assert found["checking"]["host_waits"] == 0
+    # the rank computes what it owns once, and as much for another rank
+    assert found["checking"]["flops"] > 1.5 * found["usual"]["flops"]
+
+
 def test_waves_hide_what_travels_behind_work():
     # in 1, work 5, out 1, of three waves: the first way in and the last one out are seen
     assert _exposed([(1, 1)] * 3, [5, 5, 5]) == 2
