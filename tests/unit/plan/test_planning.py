@@ -31,7 +31,7 @@ def planned(architecture: Architecture, layout: Layout, fields: Any) -> dict[str
 
 
 def in_a_process(architecture: Architecture, layout: Layout, **fields: Any) -> dict[str, Any]:
-    return run_ranks(1, planned, architecture, layout, fields, cpu=False)[0]
+    return run_ranks(1, planned, architecture, layout, fields, timeout=300, cpu=False)[0]
 
 
 @pytest.mark.parametrize(
