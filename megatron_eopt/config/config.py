@@ -100,8 +100,8 @@ class EmergingOptimizerConfig(OptimizerConfig, metaclass=TakesOldNames):
     Needs ``overlap_grad_reduce``, ``overlap_param_gather`` and 2 more bytes per weight."""
 
     muon_check_fraction: float = 0.0
-    """Share of Muon's matrices that a second rank computes too, in turn, before a step changes
-    weights. Different bits show a faulty device or a corrupted message; 0 turns this off."""
+    """How often a second rank computes each of Muon's matrices, too: 0.01 is in one of 100 steps,
+    before it changes weights. Different bits show a faulty device or message; 0 is never."""
 
     muon_check_action: CheckActionT = "continue"
     """What to do if they differ: "continue" with the update that a third rank confirms, "skip" the

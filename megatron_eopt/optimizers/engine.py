@@ -201,10 +201,16 @@ class MatrixEngine:
             for name, d in zip(names, directions, strict=True)
         ]
 
-    def compute_alone(self, stack: Tensor, matrix: int) -> None:
-        """Replace a stack ``(1, rows, cols)`` of one whole matrix by its update; on this rank."""
+    def compute_alone(self, stack: Tensor, matrices: Sequence[int]) -> None:
+        """Replace a stack ``(batch, rows, cols)`` of whole matrices by updates; on this rank."""
         rows, cols = stack.shape[-2:]
-        self._update(stack, (matrix,), None, (rows, cols))
+        self._update(stack, matrices, None, (rows, cols))
+
+    def most_in_stack(self, shape: tuple[int, int]) -> int:
+        """Return how many matrices of a shape one rank may compute in one call."""
+        if self.blockwise or not self._batched:
+            return 1
+        return max(1, self.wave_elements // math.prod(shape))
 
     def _compute(self, batch: WaveBatch) -> None:
         # Skipped matrices were computed before the step (spot_checks.py), which also puts in their

@@ -222,8 +222,9 @@ class MuonRule(UpdateRule):
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Return the directions of some shards, as they are sent, and what momenta will be."""
         stepped = {n: item for n, item in self._stepped(groups, state).items() if n in numbers}
+        params = [item.param for item in stepped.values()]
         if self.host is not None:
-            self.host.fetch([item.param for item in stepped.values()], state)
+            self.host.fetch(params, state)
         momenta = {
             n: item.state[MOMENTUM].clone()
             if self.rounding is None
@@ -232,14 +233,17 @@ class MuonRule(UpdateRule):
         }
         # into copies: the step itself will do the same to the state
         found = self._mixed(stepped, momenta, self.optimizer.nesterov, self._dtype)
+        if self.host is not None:
+            self.host.write_back(params, state)
+            self.host.settle()
         return {n: self._input(n, found).to(self._dtype) for n in numbers}, momenta
 
-    def compute_alone(self, engine: MatrixEngine, stack: Tensor, matrix: int) -> None:
-        """Compute one whole matrix of an engine on this rank, without measuring it."""
+    def compute_alone(self, engine: MatrixEngine, stack: Tensor, matrices: Sequence[int]) -> None:
+        """Compute whole matrices of an engine on this rank, without measuring them."""
         # `_update` reads the current engine; a matrix that is computed again must not count twice
         self.engine, before = engine, self._stats
         self._stats = None
-        engine.compute_alone(stack, matrix)
+        engine.compute_alone(stack, matrices)
         self._stats = before
 
     @property
@@ -441,7 +445,8 @@ class MuonRule(UpdateRule):
             # A scheduler changes groups before these are used, and the next wave overwrites
             # updates.
             self.held.items += [replace(item, group=dict(item.group)) for item in late]
-            self.held.updates |= {item.number: updates[item.number].clone() for item in late}
+            mine = [item.number for item in late if item.number not in self.held.updates]
+            self.held.updates |= {number: updates[number].clone() for number in mine}
 
     def apply_held(self) -> None:
         """Update the weights that the last step left as they were."""

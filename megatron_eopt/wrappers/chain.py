@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
-from torch import Tensor
+from torch import Tensor, distributed
 
 from megatron_eopt.base import gpu
-from megatron_eopt.base.agreement import raise_together
+from megatron_eopt.base.agreement import any_rank, raise_together
 from megatron_eopt.base.errors import (
     ConfigurationError,
     NonFiniteError,
@@ -106,6 +106,8 @@ class OptimizerChain(ChainedOptimizer):
                 for rule in link.update_rules
             ),
         )
+        # whether ranks have copies of gradients, in one of which faulty hardware may flip a bit
+        self._copies_may_differ = self.spot_checks is not None and any_rank(self._has_copies())
         self._frozen = Frozen(model_chunks)
         self._last_norm = math.inf
         # norms of the last step, until the host reads them
@@ -135,6 +137,9 @@ class OptimizerChain(ChainedOptimizer):
             grads = [grad for _, grad in named_gradients(child)]
             group = child.get_grad_stats_parallel_group()
             found_inf |= unscale_(grads, self._scaler.inv_scale, group)
+        if self._copies_may_differ:
+            # no rank skips alone
+            found_inf = any_rank(found_inf)
         self._scaler.update(found_inf)
         self._found_inf = found_inf
         return found_inf
@@ -220,6 +225,11 @@ class OptimizerChain(ChainedOptimizer):
             self._unread = norms
         return done, found, zeros
 
+    def _has_copies(self) -> bool:
+        groups = [child.get_grad_stats_parallel_group() for child in self.chained_optimizers]
+        world = distributed.get_world_size()
+        return any(distributed.get_world_size(group) < world for group in groups)
+
     @property
     def _steps_done(self) -> int:
         return max((link.storage.steps for link in self.links), default=0)
@@ -234,6 +244,9 @@ class OptimizerChain(ChainedOptimizer):
                 self._uncount_step()
         # the device has written nothing in that step, but the host has counted it
         except (NonFiniteError, SpotCheckError):
+            if self.spot_checks is not None:
+                # of gradients that are not finite, no directions were computed
+                self.spot_checks.forget()
             self._uncount_step()
             raise
 
@@ -325,8 +338,11 @@ class OptimizerChain(ChainedOptimizer):
             # order
             *filter(self.has_grad_norm_group, require_upstream("SEPARATE_GRAD_NORM_GROUPS")),
         )
-        parts = self.chained_optimizers
-        return {name: GradNorm(parts, name, None if name else flag) for name in names}
+        parts, differ = self.chained_optimizers, self._copies_may_differ
+        return {
+            name: GradNorm(parts, name, None if name else flag, copies_may_differ=differ)
+            for name in names
+        }
 
     def _read(self, norms: dict[str | None, GradNorm]) -> float:
         """Return the norm of gradients outside norm groups; raises if any norm is not finite."""

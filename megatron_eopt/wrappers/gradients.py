@@ -60,15 +60,23 @@ class GradNorm:
     """
 
     def __init__(
-        self, optimizers: Sequence[Any], name: str | None = None, flag: Tensor | None = None
+        self,
+        optimizers: Sequence[Any],
+        name: str | None = None,
+        flag: Tensor | None = None,
+        *,
+        copies_may_differ: bool = False,
     ) -> None:
         """Compute the norm of all gradients, or of the parameters in the norm group ``name``.
 
-        ``flag`` is a tensor of shape (); :attr:`flag` becomes its sum over the ranks.
+        ``flag`` is a tensor of shape (); :attr:`flag` becomes its sum over the ranks. With
+        ``copies_may_differ``, the norm is the largest of all ranks, or NaN if one of them is.
         """
         self.flag = torch.zeros((), device="cuda") if flag is None else flag
         self._of_each: list[tuple[list[Any], Tensor]] = []  # gradients or addresses, their norms
-        self.groups: list[distributed.ProcessGroup] = []  # groups over which it is summed
+        self.groups: list[
+            distributed.ProcessGroup | None
+        ] = []  # over which it is summed; None is the world
         groups = [optimizer.get_grad_stats_parallel_group() for optimizer in optimizers]
         grads = [optimizer.get_grads_for_grad_norm(name) for optimizer in optimizers]
         # one all-reduce instead of one for each optimizer, as in megatron-core
@@ -77,6 +85,8 @@ class GradNorm:
         norms = [self._norm(some, group) for some, group in zip(grads, groups, strict=True)]
         # float64, shape (), on the device
         self.value = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+        if copies_may_differ:
+            self._agree()
         self._sent: HostCopy | None = None
 
     def _norm(self, grads: list[Tensor], group: distributed.ProcessGroup) -> Tensor:
@@ -101,6 +111,13 @@ class GradNorm:
         # summed in float32, then float64, as megatron-core's ``total_norm.item() ** 0.5``
         norm: Tensor = summed[0].double().sqrt()
         return norm
+
+    def _agree(self) -> None:
+        """Give all ranks one norm, also if a bit has flipped in one copy of a gradient."""
+        seen = torch.stack([self.value.nan_to_num(0.0, math.inf), self.value.isnan().double()])
+        distributed.all_reduce(seen, op=distributed.ReduceOp.MAX)
+        self.value = torch.where(seen[1] > 0, math.nan, seen[0])
+        self.groups.append(None)
 
     def send(self) -> None:
         """Start to copy the norm to the host for :meth:`read`, and release the gradients."""

@@ -27,18 +27,21 @@ class Flip:
     """One flipped bit."""
 
     place: str  # one of PLACES
-    kind: str  # one of KINDS
+    kind: str  # one of KINDS, or a number as text, which an element becomes
     rank: int
     call: int  # which of the rank's calls, among those of a step
     seed: int  # which element and bit
 
 
 def flip_(tensor: torch.Tensor, kind: str, seed: int) -> None:
-    """Flip a bit of one element, in place; the element is not zero, if there is such a one."""
+    """Flip a bit of one element that is not zero, in place, or set it to the number ``kind``."""
     generator = torch.Generator().manual_seed(seed)
     flat = tensor.detach().reshape(-1)
     candidates = flat.nonzero().flatten()
     at = int(candidates[int(torch.randint(len(candidates), (), generator=generator))])
+    if kind not in KINDS:
+        flat[at] = float(kind)
+        return
     first, last = BITS[tensor.dtype][kind]
     bit = int(torch.randint(first, last + 1, (), generator=generator))
     # the sign bit of an integer is negative

@@ -1,6 +1,13 @@
 """Runs the real optimizer as one rank of a large job, in one process and on fake tensors."""
 
-from megatron_eopt.tools.dry_run.counting import Collective, Counts, Report, report_of, schedules_of
+from megatron_eopt.tools.dry_run.counting import (
+    Amount,
+    Collective,
+    Counts,
+    Report,
+    report_of,
+    schedules_of,
+)
 from megatron_eopt.tools.dry_run.world import dry_world
 
-__all__ = ["Collective", "Counts", "Report", "dry_world", "report_of", "schedules_of"]
+__all__ = ["Amount", "Collective", "Counts", "Report", "dry_world", "report_of", "schedules_of"]

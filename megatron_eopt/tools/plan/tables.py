@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_eopt.tools.plan.planning import Plan
+from megatron_eopt.tools.plan.planning import Checks, Plan
 from megatron_eopt.tools.rates import Weights
 from megatron_eopt.tools.replay import Replayed
 from megatron_eopt.wrappers.memory import Memory
@@ -57,13 +57,19 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "phases": [{**p._asdict(), **asdict(amount)} for p, amount in report.phases.items()],
             "in_all": asdict(report.total),
         },
-        "spot_checks": None if plan.checks is None else asdict(plan.checks),
+        "spot_checks": _checks(plan.checks),
         "seconds": {**asdict(plan.times), "step": plan.times.step, "train_step": plan.train_step},
         "share_of_iteration": plan.share,
         "iteration_seconds": plan.train_step + plan.times.tail,
         "adam_seconds": plan.adam.step,
         "adam_iteration_seconds": plan.train_step + plan.adam.tail,
     }
+
+
+def _checks(checks: Checks | None) -> dict[str, Any] | None:
+    if checks is None:
+        return None
+    return asdict(checks) | {"shares": {name: checks.share(name) for name in vars(checks.usual)}}
 
 
 def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
@@ -107,13 +113,19 @@ def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
     columns = ("phase", "kernels", "GB", "TFLOP", "waits")
     _print(console, "Kernels and GB except matrix products, and waits of the host", columns, rows)
     if plan.checks is not None:
-        cost = plan.checks.cost
-        rows = [
-            ("TFLOP of products", _flops(cost.flops), f"{plan.checks.products:.2%}"),
-            ("MiB sent", f"{cost.bytes / 2**20:,.2f}", f"{plan.checks.bytes:.2%}"),
-            ("calls", f"{cost.calls:.2f}", f"{plan.checks.calls:.2%}"),
-        ]
-        _print(console, "Spot checks, on average", ("", "a step", "share of a step"), rows)
+        usual, checking = vars(plan.checks.usual), vars(plan.checks.checking)
+        units = {"flops": ("TFLOP of products", _TERA), "bytes": ("MiB sent", 2**20)}
+        rows = []
+        for count in usual:
+            name, unit = units.get(count, (count.replace("_", " "), 1))
+            amounts = (f"{counts[count] / unit:,.2f}" for counts in (usual, checking))
+            rows.append((name, *amounts, f"{plan.checks.share(count):.2%}"))
+        peaks = (
+            f"{peak / 2**20:,.2f}" for peak in (report.memory.transient or 0, plan.checks.peak)
+        )
+        rows.append(("MiB, transient", *peaks, ""))
+        title = f"Spot checks, in one of {plan.checks.every:g} steps"
+        _print(console, title, ("", "usual step", "checking step", "more, on average"), rows)
     held = {plan.rank: report.memory, fullest: most}
     kinds = asdict(most)
     rows = [

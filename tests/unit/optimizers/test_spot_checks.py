@@ -165,3 +165,26 @@ def test_each_action_does_what_it_says(action, late):
         assert outcome["right"] == (action == "continue")
         assert outcome["unchanged"] == (action != "continue")
         assert bool(outcome["error"]) == (action == "stop")
+
+
+def drawn(run: Run, steps: int) -> tuple[list[list[str]], set[str]]:
+    """Return the matrices that each step has checked, and the names of all."""
+    chunk, optimizer = build(run, muon_check_fraction=1 / steps)
+    checks = [check for check, _ in optimizer.spot_checks._checks]
+    found = []
+    for step in range(steps):
+        gradients(run, chunk, optimizer, step)
+        assert optimizer.step()[0]
+        found.append([check._matrices[n].name for check in checks for n in check._drawn])
+    return found, {name for check in checks for name in check.rule.engine.names}
+
+
+@pytest.mark.parametrize("buffer_mb", [64.0, 0.001])
+def test_every_matrix_is_checked_once_in_a_cycle(buffer_mb):
+    ranks, fields = LAYOUTS["sharded"]
+    config = fields["config"] | {"matrix_buffer_mb": buffer_mb}
+    results = run_ranks(ranks, drawn, Run(**fields | {"config": config}), 5)
+    for of_steps, names in results:
+        assert sorted(name for found in of_steps for name in found) == sorted(names)
+        # if memory is short, a step checks a part of them
+        assert (sum(map(bool, of_steps)) > 1) == (buffer_mb < 1)

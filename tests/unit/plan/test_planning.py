@@ -31,7 +31,7 @@ def planned(architecture: Architecture, layout: Layout, fields: Any) -> dict[str
 
 
 def in_a_process(architecture: Architecture, layout: Layout, **fields: Any) -> dict[str, Any]:
-    return run_ranks(1, planned, architecture, layout, fields, cpu=False)[0]
+    return run_ranks(1, planned, architecture, layout, fields, timeout=300, cpu=False)[0]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,25 @@ def test_where_ranks_outnumber_matrices_teams_have_less_to_do(name, layout, reco
     # a team computes small matrices whole, by rows, and only one rank halves symmetric products
     assert counted >= 1.5
     assert predicted > 1.1
+
+
+MODELS = {
+    "llama-3-70b": Layout(tensor=8, pipeline=4, data=16),
+    "qwen3-8b": Layout(tensor=2, data=32),
+    "qwen3-30b-a3b": Layout(data=64, expert=8, expert_tensor=1),
+}
+
+
+@pytest.mark.parametrize("name", mostly_long(MODELS, "qwen3-8b"))
+def test_checks_of_one_matrix_in_100_cost_little(name, record_property):
+    shape = recipe(name).architecture()
+    found = in_a_process(shape, MODELS[name], muon_check_fraction=0.01)["spot_checks"]
+    shares = found["shares"]
+    record_property("spot checks", ", ".join(f"{k} {v:+.2%}" for k, v in shares.items()))
+    assert all(share < 0.015 for share in shares.values())
+    assert found["checking"]["host_waits"] == 0
+    # the rank computes what it owns once, and as much for another rank
+    assert found["checking"]["flops"] > 1.5 * found["usual"]["flops"]
 
 
 def test_waves_hide_what_travels_behind_work():
