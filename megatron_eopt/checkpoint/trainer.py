@@ -30,6 +30,7 @@ from megatron_eopt.checkpoint.gpt_layers import forget_layers, noting_layers
 from megatron_eopt.checkpoint.matching import match
 from megatron_eopt.checkpoint.saving import finishing_later, replacing_a_folder
 from megatron_eopt.checkpoint.unfinished import complete_folder, read_tracker
+from megatron_eopt.checkpoint.vocabulary import keeping_padding
 from megatron_eopt.optimizers.continuation import Policy, in_other_buckets, log_notes
 from megatron_eopt.optimizers.saved_groups import find_group, kind_of_group
 from megatron_eopt.routing.groups import GROUP_ID
@@ -56,6 +57,7 @@ def trainer_rebindings() -> Rebindings:
         "handle_swiglu_in_state_dict": _under_a_wrapper,
         "read_metadata": _at_the_step_asked_for,
         "_maybe_setup_gpt_to_hybrid_load": noting_layers,
+        "vocab_size_with_padding": keeping_padding,
     }
     return wrapped(wrappers)
 
