@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_repl
 from megatron_eopt.base.agreement import gather_unique, totals
 from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint import saved_state
+from megatron_eopt.checkpoint.buckets import SavedBuckets
 from megatron_eopt.checkpoint.contents import Contents, Shapes, apart
 from megatron_eopt.checkpoint.keys import matrix_state_key
 from megatron_eopt.checkpoint.migration import LoadPlan
@@ -65,6 +66,8 @@ class StateRequests:
             if not (value.is_count and counts is None)
         }
         self.param_state: dict[str, Any] = {}
+        # groups and loss scale that the checkpoint has beside buckets of another layout
+        self.common: Sequence[Mapping[str, Any]] = ()
 
     def separate(self) -> None:
         """Unstack state that only some layers or experts of a stack have; collective."""
@@ -87,7 +90,9 @@ class StateRequests:
                 self._chosen[place] = replace(value, pieces=apart(value.pieces, value.stacked))
         self._ask()
 
-    def adapt(self, shapes: Shapes, groups: Groups, policy: Policy) -> list[Note]:
+    def adapt(
+        self, shapes: Shapes, groups: Groups, policy: Policy, buckets: SavedBuckets | None = None
+    ) -> list[Note]:
         """Request only what a checkpoint has, if the policy allows the difference.
 
         Call it before loading, because ``dist_checkpointing.load`` fails if a key is missing.
@@ -96,6 +101,7 @@ class StateRequests:
             shapes: Global shapes of the checkpoint's tensors.
             groups: Its parameter groups.
             policy: What may differ.
+            buckets: What it says about its buckets.
 
         Returns:
             What starts fresh or is read from another source.
@@ -103,7 +109,9 @@ class StateRequests:
         Raises:
             ConfigurationError: If state is missing; names the parameters and kinds.
         """
-        contents = Contents(shapes, SavedGroups(groups, self._optimizers))
+        buckets = buckets or SavedBuckets()
+        self.common = buckets.common
+        contents = Contents(shapes, SavedGroups(groups, self._optimizers), buckets.boxes)
         reading = LoadPlan(policy, contents, has_stepped=self._has_stepped)
         by_parameter: dict[str, dict[int, saved_state.StateValue]] = {}
         for place, value in enumerate(self._values):
@@ -126,8 +134,13 @@ class StateRequests:
 
     def _found_in(self, loaded: Mapping[str, Any]) -> dict[int, list[Any]]:
         values = loaded.get("values", {})
-        found = {place: list(values.get(str(place), {}).values()) for place in self._chosen}
-        return {p: its for p, its in found.items() if len(its) == len(self._chosen[p].pieces)}
+        found = {}
+        for place, value in self._chosen.items():
+            # the load may have reordered them
+            its, names = values.get(str(place), {}), map(str, range(len(value.pieces)))
+            if len(its) == len(value.pieces):
+                found[place] = [its[name] for name in names]
+        return found
 
     @torch.no_grad()
     def take(self, loaded: Mapping[str, Any]) -> None:

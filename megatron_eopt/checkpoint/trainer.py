@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from megatron.core import parallel_state
 from megatron.core.msc_utils import MultiStorageClientFeature
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import Float16Module
 from torch import nn
 
@@ -19,6 +20,7 @@ from megatron_eopt.base.agreement import CheckpointError, from_rank_0, gather_un
 from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint import fsdp_dtensor
+from megatron_eopt.checkpoint.buckets import BY_BUCKET
 from megatron_eopt.checkpoint.files import (
     check_all,
     check_rank_has_file,
@@ -85,7 +87,8 @@ def _handing_over(
     trainer = owner_of("load_checkpoint")
     args = trainer.get_args()
     folder = getattr(args, load_arg)
-    with _reading(args), _loading(optimizer), _rates_kept(optimizer, opt_param_scheduler):
+    rates = _rates_kept(optimizer, opt_param_scheduler)
+    with _reading(args), _loading(optimizer), rates, _asking_for_buckets(optimizer):
         _check_tracked(folder, args)
         try:
             return original(ddp_model, optimizer, opt_param_scheduler, load_arg, *rest, **kwargs)
@@ -101,6 +104,18 @@ def _handing_over(
                 raise
             rule = "cannot be loaded, for the reason that Megatron has printed above"
             raise damaged(folder, rule) from ended
+
+
+@contextmanager
+def _asking_for_buckets(optimizer: Any) -> Iterator[None]:
+    """In a block, ask for state by bucket at any layout, which :func:`match` reads or refuses."""
+    forms = DistributedOptimizer.checkpoint_fully_reshardable_formats
+    own = {BY_BUCKET} if getattr(optimizer, "links", ()) else set()
+    DistributedOptimizer.checkpoint_fully_reshardable_formats = forms | own
+    try:
+        yield
+    finally:
+        DistributedOptimizer.checkpoint_fully_reshardable_formats = forms
 
 
 def _refuse_other_buckets() -> NoReturn:
