@@ -12,10 +12,9 @@ from typing import ClassVar
 
 import torch
 import transformers
-from megatron.core.optimizer import ParamKey, get_standard_config_overrides
 
 from megatron_eopt import EmergingOptimizerConfig
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.fsdp2 import ParamKey, build_optimizer, get_standard_config_overrides
 
 
 class MuonTrainer(transformers.Trainer):
