@@ -54,30 +54,25 @@ def read_buckets(folder: Path, metadata: Metadata) -> SavedBuckets:
     """Read where parameters are in the buckets of a checkpoint, if it says so."""
     boxes: dict[str, dict[tuple[int, ...], BucketBox]] = {}
     common: dict[str, dict[str, Any]] = {}
-    for key in metadata.state_dict_metadata:
+    there = metadata.state_dict_metadata
+    for key in there:
         parts = split_key(key)
         if parts is None or parts.kind is not None or not parts.name.startswith("buffer_params."):
             continue
         (layout,) = object_at(folder, metadata, key)
         if not isinstance(layout, Mapping):
             continue  # written before boxes were saved
-        found = {p: _common_of(p, folder, metadata) for p in layout["prefixes"]}
-        prefix = next((prefix for prefix in found if found[prefix]), None)
-        if prefix is None:
-            continue
-        # all model-parallel ranks have the same groups
-        common.setdefault(prefix.partition("optimizer.")[0], found[prefix])
+        prefix = next(p for p in layout["prefixes"] if f"{p}optimizer{_SUFFIX}" in there)
+        chain = prefix.partition("optimizer.")[0]
+        if chain not in common:  # all model-parallel ranks have the same groups
+            keys = {name: f"{prefix}{name}{_SUFFIX}" for name in ("optimizer", "grad_scaler")}
+            its = {name: key for name, key in keys.items() if key in there}
+            common[chain] = {n: object_at(folder, metadata, key)[0] for n, key in its.items()}
         for parameter, bucket, *box in layout["boxes"]:
             place = BucketBox(prefix + bucket, *box)
             # several model-parallel ranks may have a parameter
             boxes.setdefault(parameter, {}).setdefault((*place.offset, *place.shape), place)
     return SavedBuckets({key: list(its.values()) for key, its in boxes.items()}, [*common.values()])
-
-
-def _common_of(prefix: str, folder: Path, metadata: Metadata) -> dict[str, Any]:
-    keys = {name: f"{prefix}{name}{_SUFFIX}" for name in ("optimizer", "grad_scaler")}
-    there = {name: key for name, key in keys.items() if key in metadata.state_dict_metadata}
-    return {name: object_at(folder, metadata, key)[0] for name, key in there.items()}
 
 
 def put_together(
