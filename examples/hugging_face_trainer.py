@@ -78,6 +78,7 @@ def train(model: torch.nn.Module, folder: str, resume: str | None = None, **opti
         save_steps=4,
         logging_steps=1,
         report_to=[],
+        dataloader_pin_memory=torch.cuda.is_available(),
         **options,
     )
     trainer = MuonTrainer(model, arguments, train_dataset=make_data())
