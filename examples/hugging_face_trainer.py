@@ -12,10 +12,9 @@ from typing import ClassVar
 
 import torch
 import transformers
-from megatron.core.optimizer import ParamKey, get_standard_config_overrides
 
 from megatron_eopt import EmergingOptimizerConfig
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.fsdp2 import ParamKey, build_optimizer, get_standard_config_overrides
 
 
 class MuonTrainer(transformers.Trainer):
@@ -79,6 +78,7 @@ def train(model: torch.nn.Module, folder: str, resume: str | None = None, **opti
         save_steps=4,
         logging_steps=1,
         report_to=[],
+        dataloader_pin_memory=torch.cuda.is_available(),
         **options,
     )
     trainer = MuonTrainer(model, arguments, train_dataset=make_data())

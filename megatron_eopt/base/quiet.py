@@ -22,6 +22,9 @@ _OF_NO_USE = (
 )
 """Warnings of upstream that no user of an optimizer can act on, as regular expressions."""
 
+_EXTENSIONS = logging.getLogger("torch.utils.cpp_extension")
+"""Warns, when it is imported, of a machine with CUDA's compiler but no GPU."""
+
 
 def ignore_useless_warnings() -> None:
     """Hide upstream's useless warnings in this process, which a script or the launcher owns.
@@ -34,8 +37,7 @@ def ignore_useless_warnings() -> None:
         warnings.filterwarnings("ignore", message=message)
     if torch.cuda.is_available():
         warnings.filterwarnings("once", message=r".*Falling back to Torch optimizers")
-    # of a machine with CUDA's compiler but no GPU
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    _EXTENSIONS.setLevel(logging.ERROR)
 
 
 def report_errors_once() -> None:
@@ -52,7 +54,12 @@ def report_errors_once() -> None:
 @contextmanager
 def importing_quietly() -> Iterator[None]:
     """Hide useless warnings while upstream's modules are imported."""
-    with warnings.catch_warnings():
-        for message in _OF_NO_USE:
-            warnings.filterwarnings("ignore", message=message)
-        yield
+    level = _EXTENSIONS.level
+    _EXTENSIONS.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            for message in _OF_NO_USE:
+                warnings.filterwarnings("ignore", message=message)
+            yield
+    finally:
+        _EXTENSIONS.setLevel(level)

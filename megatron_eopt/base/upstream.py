@@ -35,6 +35,7 @@ _NAMES: dict[str, str] = {
     "uneven_dtensor",
     "megatron.core.models.mimo.model.base": "MimoModel",
     "megatron.core.tensor_parallel": "VocabParallelEmbedding",
+    "megatron.core.tokenizers.utils.build_tokenizer": "vocab_size_with_padding",
     "megatron.core.transformer.moe.router": "Router",
     "megatron.core.transformer.experimental_attention_variant.absorbed_mla": "AbsorbedMLA"
     "SelfAttention",

@@ -1,14 +1,15 @@
 """The optimizer state that a checkpoint has, according to its metadata."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
 from megatron_eopt.base.names import MAINS, MOMENTUM, STEP
-from megatron_eopt.checkpoint.keys import split_key, unstacked_key
+from megatron_eopt.checkpoint.buckets import BucketBox, put_together
+from megatron_eopt.checkpoint.keys import split_key, state_key, unstacked_key
 from megatron_eopt.checkpoint.parameter_space import ParameterSpace
 from megatron_eopt.optimizers.continuation import SavedState
 from megatron_eopt.optimizers.saved_groups import SavedGroups
@@ -16,7 +17,7 @@ from megatron_eopt.optimizers.saved_groups import SavedGroups
 type Shapes = Mapping[str, tuple[int, ...] | None]
 """Global shapes of a checkpoint's tensors by key; None for objects."""
 
-type Piece = ShardedTensor | ShardedObject
+type Piece = ShardedTensor | ShardedObject | ShardedTensorFactory
 """A box of a checkpoint's tensor, or an object, with the data to write from or to read into."""
 
 type Pieces = tuple[Piece, ...]
@@ -30,8 +31,14 @@ def key_of(piece: Piece) -> str:
 class Contents:
     """The optimizer state that a checkpoint has: shapes of tensors, and parameter groups."""
 
-    def __init__(self, shapes: Shapes, groups: SavedGroups | None = None) -> None:
+    def __init__(
+        self,
+        shapes: Shapes,
+        groups: SavedGroups | None = None,
+        boxes: Mapping[str, Sequence[BucketBox]] | None = None,
+    ) -> None:
         self.shapes = shapes
+        self._boxes = boxes or {}
         self._groups = groups or SavedGroups()
         # kinds of state by parameter, or by stack of parameters
         self.kinds: dict[str, set[str]] = defaultdict(set)
@@ -85,6 +92,20 @@ class Contents:
         optimizer, _, names = params_key.removeprefix("optimizer.").rpartition(".")
         known = self.names_buckets.get(optimizer, {names})
         return names in known and self.shapes.get(piece.key) == tuple(piece.global_shape)
+
+    def find_in_buckets(self, pieces: Pieces, own: str, kind: str) -> Pieces | None:
+        """Return pieces of the kind ``own`` as what reads another kind from buckets.
+
+        None if they do not say what is in them, or lack a part.
+        """
+        found = []
+        for piece in pieces:
+            boxes = self._boxes.get(piece.key.removeprefix(state_key(own, "")), ())
+            it = boxes and put_together(piece, kind, boxes, self.shapes)
+            if not it:
+                return None
+            found.append(it)
+        return tuple(found)
 
     def find(self, pieces: Pieces) -> Pieces | None:
         """Return the pieces under the checkpoint's keys; None if it lacks any.

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_eopt.base.agreement import CheckpointError, from_rank_0, raise_together
 from megatron_eopt.checkpoint.unfinished import TRACKER, complete_folder
@@ -104,6 +104,23 @@ def read_metadata(folder: Path) -> Metadata:
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise damaged(path, "is no metadata of torch")
     return metadata
+
+
+def object_at(folder: Path, metadata: Metadata, key: str) -> Any:
+    """Return an object of a checkpoint, which ``torch.save`` has written somewhere in a file.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    at = metadata.storage_data[MetadataIndex(key)]
+    path = folder / at.relative_path
+    try:
+        with path.open("rb") as file:
+            file.seek(at.offset)
+            content = io.BytesIO(file.read(at.length))
+        return torch.load(content, weights_only=True)
+    except Exception as error:  # a damaged file can raise anything
+        raise damaged(path, f"cannot be read ({type(error).__name__})") from error
 
 
 def read_rank_file(path: Path) -> dict[str, Any]:

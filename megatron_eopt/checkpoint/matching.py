@@ -23,6 +23,7 @@ from megatron_eopt.base.agreement import (
     raise_together,
 )
 from megatron_eopt.base.upstream import require_upstream
+from megatron_eopt.checkpoint.buckets import SavedBuckets, read_buckets
 from megatron_eopt.checkpoint.contents import Shapes
 from megatron_eopt.checkpoint.requests import StateRequests
 from megatron_eopt.checkpoint.vocabulary import fill_new_rows
@@ -39,11 +40,11 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
     tensors.
     """
     requests = list(_requests(sharded_state_dict))
-    shapes, groups = from_rank_0(lambda: _content(folder))
+    shapes, groups, buckets = from_rank_0(lambda: _content(folder))
     # the caller's and each optimizer's own configuration allow differences
     policy = functools.reduce(operator.or_, (item.policy for item in requests), policy)
     notes = raise_together(
-        lambda: [note for r in requests for note in r.adapt(shapes, groups, policy)]
+        lambda: [note for r in requests for note in r.adapt(shapes, groups, policy, buckets)]
     )
     # a parameter may be on some ranks only
     log_notes(gather_unique(notes))
@@ -51,11 +52,11 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
     fill_new_rows(sharded_state_dict, shapes)
 
 
-def _content(folder: Path) -> tuple[Shapes, Groups]:
-    """Return the shapes of a checkpoint's tensors, and its parameter groups."""
+def _content(folder: Path) -> tuple[Shapes, Groups, SavedBuckets]:
+    """Return the shapes of a checkpoint's tensors, its parameter groups and its buckets."""
     try:
         # the reader that megatron-core uses for the load
-        metadata = require_upstream("FileSystemReader")(folder).read_metadata().state_dict_metadata
+        metadata = require_upstream("FileSystemReader")(folder).read_metadata()
         groups = groups_in(load_common_state_dict(folder))
     except Exception as error:
         rule = f"its metadata cannot be read ({type(error).__name__}: {error})"
@@ -63,9 +64,9 @@ def _content(folder: Path) -> tuple[Shapes, Groups]:
         raise CheckpointError("checkpoint", str(folder), rule, hint) from error
     shapes = {
         key: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
-        for key, item in metadata.items()
+        for key, item in metadata.state_dict_metadata.items()
     }
-    return shapes, groups
+    return shapes, groups, read_buckets(folder, metadata)
 
 
 def _requests(state: Any) -> Iterator[StateRequests]:

@@ -81,9 +81,10 @@ def requested(
     return result
 
 
-def named_buckets(links: Sequence[ChainLink]) -> dict[str, Any]:
-    """Return what identifies the parameters in buckets, to save it with state by bucket."""
-    return {str(number): space.named() for number, space in bucket_spaces(links).items()}
+def described_buckets(links: Sequence[ChainLink], model_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what says where parameters are in buckets, to save it with state by bucket."""
+    spaces = bucket_spaces(links)
+    return {str(number): space.described(model_state) for number, space in spaces.items()}
 
 
 def _name_params(states: Sequence[dict[Any, Any]], requests: StateRequests) -> None:
@@ -177,7 +178,8 @@ def load(links: Sequence[ChainLink], state: Mapping[Any, Any]) -> None:
     # missing if this rank has no state
     loaded = state.get(PARAM_STATE, {})
     # groups and loss scale that are stored with buckets are treated as other optimizers' state
-    adopt_common(links, [*children_of(state), *loaded.get("buckets", {}).values()])
+    beside = list(loaded.get("buckets", {}).values()) or state[REQUESTS].common
+    adopt_common(links, [*children_of(state), *beside])
     # after the common counts, which those of single parameters replace
     state[REQUESTS].take(loaded)
 

@@ -26,7 +26,7 @@ from megatron_eopt.checkpoint.keys import state_key, tensors, unstacked_key
 
 type _Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
-type _Box = tuple[ShardedTensor, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
+type Box = tuple[ShardedTensor, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
 """The model's entry; sizes, and offset in the checkpoint's tensor; first element and strides in the
 flat local values."""
 
@@ -64,7 +64,7 @@ class ParameterSpace:
             start: Index of the first of these elements.
             replica: Replica id of the pieces.
         """
-        for piece, shape, offset, first, strides in self._boxes(start, start + flat.numel()):
+        for piece, shape, offset, first, strides in self.boxes(start, start + flat.numel()):
             yield ShardedTensor(
                 state_key(kind, piece.key),
                 # a view: a load writes to the state through it, and a save copies nothing
@@ -82,9 +82,10 @@ class ParameterSpace:
     def has_first(self, start: int, stop: int) -> bool:
         """Whether the first element of the unsharded parameter is in a local range."""
         # the offset in the whole parameter is 0, without the index of its layer or expert
-        return any(not any(box[2][self.prepended :]) for box in self._boxes(start, stop))
+        return any(not any(box[2][self.prepended :]) for box in self.boxes(start, stop))
 
-    def _boxes(self, start: int, stop: int) -> Iterator[_Box]:
+    def boxes(self, start: int, stop: int) -> Iterator[Box]:
+        """Yield the boxes that cover a range of the flattened local parameter."""
         for piece in self._pieces:
             data, ones = piece.data, (1,) * piece.prepend_axis_num
             strides = (*(data.numel() for _ in ones), *data.stride())

@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_repl
 from megatron_eopt.base.agreement import gather_unique, totals
 from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint import saved_state
+from megatron_eopt.checkpoint.buckets import SavedBuckets
 from megatron_eopt.checkpoint.contents import Contents, Shapes, unstacked
 from megatron_eopt.checkpoint.keys import matrix_state_key
 from megatron_eopt.checkpoint.migration import LoadPlan
@@ -68,6 +69,8 @@ class StateRequests:
             if not (value.is_count and counts is None)
         }
         self.param_state: dict[str, Any] = {}
+        # groups and loss scale that the checkpoint has beside buckets of another layout
+        self.common: Sequence[Mapping[str, Any]] = ()
 
     def unstack_partial(self) -> None:
         """Unstack state that only some layers or experts of a stack have; collective."""
@@ -93,7 +96,9 @@ class StateRequests:
                 self._chosen[index] = replace(value, pieces=unstacked(value.pieces, value.stacked))
         self._update_param_state()
 
-    def adapt(self, shapes: Shapes, groups: Groups, policy: Policy) -> list[Note]:
+    def adapt(
+        self, shapes: Shapes, groups: Groups, policy: Policy, buckets: SavedBuckets | None = None
+    ) -> list[Note]:
         """Request only what a checkpoint has, if the policy allows the difference.
 
         Call it before loading, because ``dist_checkpointing.load`` fails if a key is missing.
@@ -102,6 +107,7 @@ class StateRequests:
             shapes: Global shapes of the checkpoint's tensors.
             groups: Its parameter groups.
             policy: What may differ.
+            buckets: What it says about its buckets.
 
         Returns:
             What starts fresh or is read from another source.
@@ -109,7 +115,9 @@ class StateRequests:
         Raises:
             ConfigurationError: If state is missing; names the parameters and kinds.
         """
-        contents = Contents(shapes, SavedGroups(groups, self._optimizers))
+        buckets = buckets or SavedBuckets()
+        self.common = buckets.common
+        contents = Contents(shapes, SavedGroups(groups, self._optimizers), buckets.boxes)
         reading = LoadPlan(policy, contents, has_stepped=self._has_stepped)
         # state of one parameter continues or starts fresh together, see Note [Meaning of state]
         by_parameter: dict[str, dict[int, saved_state.StateValue]] = {}
@@ -134,9 +142,14 @@ class StateRequests:
     def _complete_values(self, loaded: Mapping[str, Any]) -> dict[int, list[Any]]:
         """Return what was loaded for all pieces of a value, by its index."""
         values = loaded.get("values", {})
-        found = {index: list(values.get(str(index), {}).values()) for index in self._chosen}
-        # a value of which a piece is missing counts as missing
-        return {i: its for i, its in found.items() if len(its) == len(self._chosen[i].pieces)}
+        found = {}
+        for index, value in self._chosen.items():
+            # the load may have reordered them
+            its, names = values.get(str(index), {}), map(str, range(len(value.pieces)))
+            # a value of which a piece is missing counts as missing
+            if len(its) == len(value.pieces):
+                found[index] = [its[name] for name in names]
+        return found
 
     @torch.no_grad()
     def take(self, loaded: Mapping[str, Any]) -> None:

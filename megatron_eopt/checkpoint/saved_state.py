@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.names import MAINS, STEP
+from megatron_eopt.checkpoint.buckets import Box
 from megatron_eopt.checkpoint.contents import Contents, Piece, Pieces, unstacked
 from megatron_eopt.checkpoint.keys import (
     buffer_params_key,
@@ -26,7 +27,7 @@ from megatron_eopt.checkpoint.keys import (
     matrix_state_key,
     state_key,
 )
-from megatron_eopt.checkpoint.parameter_space import ParameterSpace
+from megatron_eopt.checkpoint.parameter_space import ParameterSpace, parameter_spaces
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import Reader
 from megatron_eopt.optimizers.update_rule import UnshardedState, UpdateRule
@@ -72,10 +73,22 @@ class BucketSpace:
         # None: fragments form no regular grid of the bucket
         return ShardedTensor(key, flat, flat.dtype, shape, (size,), (start,), None)
 
-    def named(self) -> ShardedObject:
-        """Return the object that identifies the parameters in the buckets."""
-        names = self._optimizer.buffer_params
-        return ShardedObject(self.params_key, names, (1,), (0,), replica_id=self._replica)
+    def described(self, model_state: Mapping[str, Any]) -> ShardedObject:
+        """Return the object that says which parameters are where in the buckets."""
+        boxes = list(self._boxes(model_state))
+        layout = {"prefixes": self.prefixes, "boxes": boxes}
+        return ShardedObject(self.params_key, layout, (1,), (0,), replica_id=self._replica)
+
+    def _boxes(self, model_state: Mapping[str, Any]) -> Iterator[Box]:
+        """Yield the boxes of all parameters in the buckets, those of other ranks, too."""
+        for index, ranges in enumerate(self._optimizer.gbuf_ranges):
+            buffer, (dtype,) = self._optimizer.buffers[index], ranges
+            spaces = parameter_spaces(model_state, buffer.param_index_map)
+            for param, (start, _, number) in buffer.param_index_map.items():
+                name = f"gbuf_idx_{index}.dtype_{dtype}.bucket_idx_{number}"
+                start -= buffer.buckets[number].offset
+                for piece, shape, offset, first, strides in spaces[param].boxes(0, param.numel()):
+                    yield piece.key, name, start + first, strides, shape, offset
 
     @property
     def _replica(self) -> tuple[int, int, int]:
@@ -159,13 +172,13 @@ class StateValue:
         Without ``contents``, it is the bucket that megatron-core would use.
         """
         stored, buckets = self.where.stored, self.where.buckets
-        if buckets is None or stored is None or self.flat is None:
-            return None
-        for prefix in buckets.prefixes:
-            piece = buckets.piece(stored.param, kind, self.flat, prefix)
-            if contents is None or contents.has_bucket(piece, buckets.params_key):
-                return replace(self, pieces=(piece,), bucket=prefix)
-        return None
+        if buckets is not None and stored is not None and self.flat is not None:
+            for prefix in buckets.prefixes:
+                piece = buckets.piece(stored.param, kind, self.flat, prefix)
+                if contents is None or contents.has_bucket(piece, buckets.params_key):
+                    return replace(self, pieces=(piece,), bucket=prefix)
+        pieces = contents and contents.find_in_buckets(self.pieces, self.kind, kind)
+        return replace(self, pieces=pieces) if pieces else None
 
     def apart_from_model(self) -> "StateValue":
         """Return this value with memory of its own to read into, if it is a weight of the model.

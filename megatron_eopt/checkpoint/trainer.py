@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from megatron.core import parallel_state
 from megatron.core.msc_utils import MultiStorageClientFeature
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import Float16Module
 from torch import nn
 
@@ -19,6 +20,7 @@ from megatron_eopt.base.agreement import CheckpointError, from_rank_0, gather_un
 from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint import fsdp_dtensor
+from megatron_eopt.checkpoint.buckets import BY_BUCKET
 from megatron_eopt.checkpoint.files import (
     check_all,
     check_rank_has_file,
@@ -30,6 +32,7 @@ from megatron_eopt.checkpoint.gpt_layers import forget_layers, noting_layers
 from megatron_eopt.checkpoint.matching import match
 from megatron_eopt.checkpoint.saving import finishing_later, replacing_a_folder
 from megatron_eopt.checkpoint.unfinished import complete_folder, read_tracker
+from megatron_eopt.checkpoint.vocabulary import keeping_padding
 from megatron_eopt.optimizers.continuation import Policy, in_other_buckets, log_notes
 from megatron_eopt.optimizers.saved_groups import find_group, kind_of_group
 from megatron_eopt.routing.groups import GROUP_ID
@@ -56,6 +59,7 @@ def trainer_rebindings() -> Rebindings:
         "handle_swiglu_in_state_dict": _under_a_wrapper,
         "read_metadata": _at_the_step_asked_for,
         "_maybe_setup_gpt_to_hybrid_load": noting_layers,
+        "vocab_size_with_padding": keeping_padding,
     }
     return wrapped(wrappers)
 
@@ -91,7 +95,8 @@ def _checked_load(
     trainer = owner_of("load_checkpoint")
     args = trainer.get_args()
     folder = getattr(args, load_arg)
-    with _reading(args), _loading(optimizer), _rates_kept(optimizer, opt_param_scheduler):
+    rates = _rates_kept(optimizer, opt_param_scheduler)
+    with _reading(args), _loading(optimizer), rates, _asking_for_buckets(optimizer):
         _check_tracked(folder, args)
         try:
             return original(ddp_model, optimizer, opt_param_scheduler, load_arg, *rest, **kwargs)
@@ -109,6 +114,18 @@ def _checked_load(
                 raise
             rule = "cannot be loaded, for the reason that Megatron has printed above"
             raise damaged(folder, rule) from ended
+
+
+@contextmanager
+def _asking_for_buckets(optimizer: Any) -> Iterator[None]:
+    """In a block, ask for state by bucket at any layout, which :func:`match` reads or refuses."""
+    forms = DistributedOptimizer.checkpoint_fully_reshardable_formats
+    own = {BY_BUCKET} if getattr(optimizer, "links", ()) else set()
+    DistributedOptimizer.checkpoint_fully_reshardable_formats = forms | own
+    try:
+        yield
+    finally:
+        DistributedOptimizer.checkpoint_fully_reshardable_formats = forms
 
 
 def _refuse_other_buckets() -> NoReturn:

@@ -1,29 +1,77 @@
-"""Loads a vocabulary that is padded to another size, because padding depends on TP.
+"""Keeps the padding of a checkpoint's vocabulary, which Megatron pads anew for each TP size.
 
-megatron-core would fill new rows with zeros. Their logits are then zero, which is far above those
-of trained padding, and the loss rises.
+Rows of padding take part in the softmax, so the loss depends on their number. The trainer therefore
+builds its model with the checkpoint's number. A model that has more rows than the checkpoint loads
+copies of the last row. megatron-core would load zeros, whose logits are far above those of trained
+padding.
 """
 
 import functools
 import logging
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
-from megatron_eopt.base.agreement import gather_unique
+from megatron_eopt.base.agreement import CheckpointError, gather_unique
+from megatron_eopt.base.log import inform
+from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint.contents import Shapes
+from megatron_eopt.checkpoint.files import CONFIG, read_common_state
+from megatron_eopt.checkpoint.unfinished import TRACKER, complete_folder, folder_name, read_tracker
 
 logger = logging.getLogger(__name__)
 
 type _Change = tuple[int, int]
 """Rows in the checkpoint, and in this run."""
+
+
+@around
+def keeping_padding(
+    original: Function, tokens: int, args: Any, logging_enabled: bool = True
+) -> int:
+    """Pad to the size of the checkpoint that the trainer will load, and as TP demands.
+
+    Megatron's size stays if the tokenizer has more tokens than the checkpoint has rows, or if the
+    run pads to multiples of another number. ``--padded-vocab-size`` takes precedence over both.
+    """
+    padded: int = original(tokens, args, logging_enabled)
+    # where the trainer looks, in this order
+    folders = [getattr(args, name, None) for name in ("load", "pretrained_checkpoint")]
+    saved = next(filter(None, (_saved_args(folder, args) for folder in folders if folder)), None)
+    rows = getattr(saved, "padded_vocab_size", None) or 0
+    divisor = args.make_vocab_size_divisible_by
+    if rows < tokens or getattr(saved, "make_vocab_size_divisible_by", divisor) != divisor:
+        return padded
+    size = args.tensor_model_parallel_size
+    kept: int = -(-rows // size) * size
+    if kept != padded and logging_enabled and args.rank == 0:
+        text = f"the vocabulary keeps the padding of the checkpoint, {kept} rows"
+        inform(logger, f"{text}; --padded-vocab-size {padded} pads it anew")
+    return kept
+
+
+def _saved_args(folder: str, args: Any) -> Any:
+    """Return the arguments in a checkpoint; None if it cannot be read, which its load reports."""
+    if MultiStorageClientFeature.is_enabled():
+        return None
+    try:
+        step = getattr(args, "ckpt_step", None) or read_tracker(Path(folder, TRACKER))
+        place = complete_folder(Path(folder, folder_name(step)))
+        if place is None or not (place / CONFIG).exists():
+            return None
+        return read_common_state(place).get("args", Namespace())
+    except (CheckpointError, FileNotFoundError):
+        return None
 
 
 def fill_new_rows(state: Any, shapes: Shapes) -> None:
@@ -84,5 +132,5 @@ def _text(saved: int, wanted: int) -> str:
         text += f". The last {saved - wanted} rows are dropped"
     size = parallel_state.get_tensor_model_parallel_world_size()
     if saved % size == 0:
-        text += f". To keep the size, pass --make-vocab-size-divisible-by {saved // size}"
+        text += f". To keep the size and the loss, pass --padded-vocab-size {saved}"
     return text

@@ -4,10 +4,19 @@ from megatron_eopt.base.quiet import importing_quietly
 from megatron_eopt.base.renamed import renamed
 
 with importing_quietly():
+    from megatron.core.optimizer import ParamKey, get_standard_config_overrides
+
     from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
     from megatron_eopt.routing.outputs import OUTPUT_LAYERS
     from megatron_eopt.wrappers.fsdp2 import build_optimizer, import_torch_muon
 
-__all__ = ["OUTPUT_LAYERS", "DTensorOptimizer", "build_optimizer", "import_torch_muon"]
+__all__ = [
+    "OUTPUT_LAYERS",
+    "DTensorOptimizer",
+    "ParamKey",
+    "build_optimizer",
+    "get_standard_config_overrides",
+    "import_torch_muon",
+]
 
 __getattr__ = renamed(__name__, {"ShardedOptimizer": "DTensorOptimizer"})

@@ -259,13 +259,12 @@ def missing_state(
 def in_other_buckets() -> ConfigurationError:
     """Return the error for state that Megatron's Adam has saved by bucket at another layout."""
     rule = (
-        "this form of Adam's state loads only at the tensor, pipeline and expert parallelism and "
-        "with the buckets that wrote it"
+        "this form of Adam's state, written without megatron-eopt, loads only at the tensor, "
+        "pipeline and expert parallelism and with the buckets that wrote it"
     )
     hint = (
-        "Load it at that layout, also into another optimizer, and save once: Adam with "
-        "--dist-ckpt-optim-fully-reshardable, others as they are. That checkpoint loads at any "
-        "layout"
+        "Load it at that layout, also into another optimizer, and save once. That checkpoint loads "
+        "at any layout"
     )
     return ConfigurationError("checkpoint", "dp_reshardable", rule, hint)
 

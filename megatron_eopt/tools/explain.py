@@ -4,13 +4,11 @@ No tensor is read, but all files are checked. torch unpickles ``.metadata`` unch
 checkpoint must be trusted.
 """
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
@@ -19,10 +17,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENT2
+from megatron_eopt.checkpoint.buckets import read_buckets
 from megatron_eopt.checkpoint.files import (
     RANK_FILE,
     check_all,
-    damaged,
+    object_at,
     read_common_state,
     read_metadata,
     read_rank_file,
@@ -167,6 +166,7 @@ def _read_keys(contents: Contents, metadata: Metadata) -> Mapping[str, Any]:
         if parts.of_matrix:
             of_matrices.add(kind)
             slabs = max(slabs, parts.slabs)
+    by_bucket = by_bucket and not read_buckets(Path(contents.folder), metadata).boxes
     contents.loads = list(_where_it_loads(sorted(of_matrices), slabs, by_bucket=by_bucket))
     common = read_common_state(Path(contents.folder))
     _note_optimizer(contents, common.get("optimizer") or {})
@@ -199,24 +199,12 @@ def _read_paths(contents: Contents, metadata: Metadata) -> Mapping[str, Any]:
             (contents.state.setdefault(kind, Amount()) if is_state else contents.model).add(item)
     common = {}
     for key in ("args", "iteration"):
-        if (at := metadata.storage_data.get(MetadataIndex(key))) is not None:
-            common[key] = _object_at(Path(contents.folder) / at.relative_path, at)
+        if MetadataIndex(key) in metadata.storage_data:
+            common[key] = object_at(Path(contents.folder), metadata, key)
     trainers = any("param_to_group_meta" in path for path in paths.values())
     usual = "fsdp_dtensor" if trainers else "torch_dcp"
     contents.format = getattr(common.get("args"), "ckpt_format", usual)
     return common
-
-
-def _object_at(path: Path, at: Any) -> Any:
-    """Return an object that ``torch.save`` has written somewhere in a file."""
-    with path.open("rb") as file:
-        file.seek(at.offset)
-        content = io.BytesIO(file.read(at.length))
-    try:
-        return torch.load(content, weights_only=True)
-    except Exception as error:  # a damaged file can raise anything
-        rule = f"cannot be read ({type(error).__name__})"
-        raise damaged(path, rule) from error
 
 
 def show(contents: Contents, console: Console) -> None:

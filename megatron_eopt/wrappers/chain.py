@@ -29,6 +29,7 @@ from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.base.log import inform
 from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.checkpoint import local_state, optimizer_state
+from megatron_eopt.checkpoint.buckets import BY_BUCKET
 from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
 from megatron_eopt.config.settings import RunSettings, Settings
 from megatron_eopt.optimizers.chain_link import ChainLink
@@ -47,9 +48,6 @@ from megatron_eopt.wrappers.stats import Stats
 from megatron_eopt.wrappers.zero1.optimizer import BUFFER_PARAMS
 
 logger = logging.getLogger(__name__)
-
-_BY_BUCKET = "dp_reshardable"
-"""Megatron's name for checkpoints with optimizer state by bucket."""
 
 
 class OptimizerChain(ChainedOptimizer):
@@ -380,14 +378,16 @@ class OptimizerChain(ChainedOptimizer):
         metadata = kwargs.get("metadata") or {}
         # callers of older releases of megatron-core pass ``sharding_type``
         form = kwargs.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
-        by_bucket = form == _BY_BUCKET and self._is_unmixed
+        by_bucket = form == BY_BUCKET and self._is_unmixed
         if by_bucket and not is_loading:
             optimizer_state.prepare(self.links, is_loading=is_loading)
             by_bucket = optimizer_state.count_alike(self.links)
         if by_bucket and not is_loading:
             # megatron-core writes this form itself; ``checkpoint/requests.py`` only reads it
             state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
-            state[BUFFER_PARAMS] = optimizer_state.named_buckets(self.links)
+            state[BUFFER_PARAMS] = optimizer_state.described_buckets(
+                self.links, model_sharded_state_dict
+            )
             return state
         if self.is_stub_optimizer:
             return {}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.script import TINY, _run_once, losses, train
+from tests.functional.script import TINY, _run_once, losses, run_here, run_stock, train
 from tests.harness import run_ranks
 
 # the schedule of a longer run is another one
@@ -52,8 +52,9 @@ def test_files_of_another_optimizer_are_refused(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("present", [MUON, ADAM], ids=["muon", "adam"])
-def test_buckets_of_another_layout_are_refused(tmp_path, present):
-    save(tmp_path, *ADAM)
+def test_megatrons_buckets_of_another_layout_are_refused(tmp_path, present):
+    flags = [*TINY, "--train-iters", "2", *ADAM, "--save", str(tmp_path), "--save-interval", "2"]
+    run_ranks(2, run_here, run_stock, flags, cpu=False, timeout=240)
     error = refused(tmp_path, *present, "--tensor-model-parallel-size", "2")
     # the cause comes first, not a list of parameters, nor a flag that does not help
     assert error.startswith("ConfigurationError: checkpoint='dp_reshardable': this form of Adam's")

@@ -240,7 +240,8 @@ def _print(
 ) -> None:
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
+        # names are for copying, so they must be whole
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -46,18 +46,15 @@ def test_from_adam_to_muon_and_to_another_layout(tmp_path, record_property):
     log = run(muon, tmp_path, f"{more} --exit-interval 20")
     assert "momentum_buffer starts as adam's exp_avg" in log
     more += f" --exit-interval 22 --save {tmp_path}/further"
-    same, flag = " --tensor-model-parallel-size 2", " --make-vocab-size-divisible-by 192"
-    assert same in other
-    assert flag in other
-    stays = losses(run(other.replace(same, "").replace(flag, ""), tmp_path, more))
-    moved = losses(run(other, tmp_path, more))
+    change = " --tensor-model-parallel-size 2"
+    assert change in other
+    stays = losses(run(other.replace(change, ""), tmp_path, more))
+    log = run(other, tmp_path, more)
+    assert "keeps the padding of the checkpoint" in log
+    moved = losses(log)
     off_loaded = losses(run(other, tmp_path, f"{more} --optimizer-cpu-offload"))
-    log = run(other.replace(flag, ""), tmp_path, more)
-    assert flag.strip() in log
-    padded = losses(log)
     assert sorted(stays) == [21, 22]
-    record_property("change with the same padding", f"{abs(moved[21] - stays[21]):.1e}")
-    record_property("change with new rows", f"{abs(padded[21] - stays[21]):.1e}")
+    record_property("change of the loss", f"{abs(moved[21] - stays[21]):.1e}")
     for step, loss in stays.items():
         assert moved[step] == pytest.approx(loss, abs=1e-3)
         assert off_loaded[step] == pytest.approx(loss, abs=1e-3)
@@ -176,6 +173,7 @@ def test_an_own_optimizer_is_compared(tmp_path):
 def test_a_plan_decides_between_layouts(tmp_path):
     """planning.md: the layouts of a sweep differ in what is printed of them."""
     (text,) = commands("planning.md", r"megatron-eopt sweep .*--tp 1 2 4 8")
-    rows = re.findall(r"(?m)^ *(\d+) +\d+ +\d+ +\d+ +(\S.*)$", run(text, tmp_path))
+    table = run(text, tmp_path).replace("│", "")
+    rows = re.findall(r"(?m)^ *(\d+) +\d+ +\d+ +\d+ +(\S.*\S) *$", table)
     assert sorted(int(tp) for tp, _ in rows) == [1, 2, 4, 8]
     assert len({figures for _, figures in rows}) == 4

@@ -160,7 +160,11 @@ def test_buckets_of_adam_are_left_to_muon(tmp_path):
     for case in (replace(adam, optimizer="muon"), replace(adam, optimizer="lion")):
         assert outcome(2, case, tmp_path, momentum_from_adam=True)[0] == ""
     # where buckets of the same names are no state of these parameters
-    error, _, _ = outcome(2, replace(adam, optimizer="muon", parallel={}), tmp_path)
+    other = replace(adam, optimizer="muon", parallel={})
+    assert outcome(2, other, tmp_path, momentum_from_adam=True)[0] == ""
+    stocks = tmp_path / "stock"
+    run_ranks(2, save_one, replace(adam, stock=True), str(stocks))
+    error, _, _ = outcome(2, other, stocks)
     # the cause comes first, before any list of parameters
     assert error.partition("checkpoint=")[2].startswith("'dp_reshardable': this form of Adam's")
 

@@ -59,7 +59,7 @@ def test_optimizers_and_steps_are_known(explained):
     ("name", "words"),
     [
         ("muon", "at any tensor, pipeline, expert and data parallelism"),
-        ("buckets", "elsewhere, only the model"),
+        ("buckets", "at any tensor, pipeline, expert and data parallelism"),
         ("plain, torch", "at the same layout with the same optimizers"),
     ],
 )

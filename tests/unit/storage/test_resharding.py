@@ -98,6 +98,38 @@ def test_other_layouts_load_it(saved, name, world, parallel):
     check(states, run_ranks(world, load, cases, folder, timeout=300)[0], cases)
 
 
+SMALL_BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 3000}
+BY_BUCKET = [
+    Case("adam", BF16, {"tp": 2}, form="dp_reshardable"),
+    Case("adam", DENSE, {"tp": 2}, SMALL_BUCKETS, form="dp_reshardable"),
+    Case("adam", SHARED_EXPERTS, {"tp": 2, "ep": 2}, form="dp_reshardable"),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "fields"),
+    [
+        (2, {"parallel": {}}),
+        (2, REPLICATED),
+        pytest.param(2, {"parallel": {"pp": 2}}, marks=pytest.mark.long),
+        pytest.param(4, {"parallel": {"tp": 4}}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_buckets_load_at_other_layouts(tmp_path, world, fields):
+    saved = run_ranks(4, save, BY_BUCKET, str(tmp_path), timeout=300)[0]
+    cases = [replace(case, **{"parallel": {}, **fields}) for case in BY_BUCKET]
+    loaded = run_ranks(world, load, cases, str(tmp_path), *MATCHED, timeout=300)[0]
+    if fields is REPLICATED:  # which stores main weights otherwise
+        both = saved, loaded
+        saved, loaded = ([_without_mains(state) for state in states] for states in both)
+    check(saved, loaded, cases)
+
+
+def _without_mains(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if "param." not in key}
+
+
 ONE_LAYER = {**SHARED_EXPERTS, "layers": 1}
 EXACT = {"muon_fp32_matmul_prec": "highest", "clip_grad": 0.0}
 BF16_MOMENTUM = EXACT | {"muon_momentum_dtype": "bf16"}

@@ -1,0 +1,45 @@
+"""A run keeps the padding of the vocabulary in its checkpoint."""
+
+import math
+from argparse import Namespace
+
+import pytest
+
+from megatron_eopt.checkpoint import vocabulary
+
+
+def padded(tokens: int, args: Namespace, logging_enabled: bool = True) -> int:
+    """Pad as Megatron does."""
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return math.ceil(tokens / multiple) * multiple
+
+
+@pytest.mark.parametrize(
+    ("saved", "tokens", "tensor", "divisor", "rows"),
+    [
+        pytest.param(384, 257, 1, 128, 384, id="as the run that wrote it"),
+        pytest.param(384, 257, 2, 128, 384, id="more tensor-parallel ranks"),
+        pytest.param(1024, 257, 1, 128, 1024, id="fewer"),
+        pytest.param(384, 257, 5, 128, 385, id="not divisible"),
+        pytest.param(384, 385, 2, 128, 512, id="more tokens"),
+        pytest.param(384, 257, 2, 256, 512, id="another divisor"),
+        pytest.param(None, 257, 2, 128, 512, id="an unknown size"),
+    ],
+)
+def test_padding_is_that_of_the_checkpoint(monkeypatch, saved, tokens, tensor, divisor, rows):
+    written = Namespace(padded_vocab_size=saved, make_vocab_size_divisible_by=128)
+    found = {"first": None, "second": written}
+    monkeypatch.setattr(vocabulary, "_saved_args", lambda folder, _: found[folder])
+    folders = {"load": "first", "pretrained_checkpoint": "second"}
+    run = Namespace(**folders, make_vocab_size_divisible_by=divisor, rank=0)
+    run.tensor_model_parallel_size = tensor
+    assert vocabulary.keeping_padding(padded)(tokens, run) == rows
+
+
+@pytest.mark.parametrize("content", [{}, {"latest_checkpointed_iteration.txt": "7"}], ids=len)
+def test_without_a_readable_checkpoint_megatron_pads(tmp_path, content):
+    for name, text in content.items():
+        (tmp_path / name).write_text(text)
+    run = Namespace(load=str(tmp_path), make_vocab_size_divisible_by=128, rank=0)
+    run.tensor_model_parallel_size = 2
+    assert vocabulary.keeping_padding(padded)(257, run) == 512
