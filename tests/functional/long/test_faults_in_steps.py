@@ -17,6 +17,7 @@ from megatron_eopt.base.names import MOMENTUM
 from megatron_eopt.storage.interface import finish_gathers
 from tests.harness import run_ranks
 from tests.harness.flips import KINDS, flip_
+from tests.harness.long_results import record_faults
 from tests.unit.optimizers.test_spot_checks import LAYOUTS, build, held, listening, put_back, same
 from tests.unit.storage.runs import BF16, FP16, OVERLAP, PLAIN, SHARDED, Run, gradients
 
@@ -99,8 +100,7 @@ def suffer(run: Run, faults: list[Fault], **fields: Any) -> list[str]:
 def count(title: str, results: list[list[str]], record_property: Any) -> Counter[str]:
     assert all(outcomes == results[0] for outcomes in results)
     found = Counter(results[0])
-    counts = ", ".join(f"{number} {outcome}" for outcome, number in sorted(found.items()))
-    record_property(f"fault: {title}", counts)
+    record_faults(title, found, record_property)
     return found
 
 
