@@ -36,7 +36,7 @@ from megatron_eopt.checkpoint.fingerprints import (
     read_fingerprints,
     write_fingerprints,
 )
-from megatron_eopt.checkpoint.unfinished import TRACKER, complete_folder
+from megatron_eopt.checkpoint.unfinished import TRACKER, complete_folder, mend_tracker
 from megatron_eopt.optimizers.saved_groups import groups_in
 
 METADATA = ".metadata"
@@ -102,6 +102,7 @@ def check_tracked(folder: Path) -> None:
     Raises:
         CheckpointError: If it has a complete checkpoint, but no tracker file.
     """
+    mend_tracker(folder)
     tracker = folder / TRACKER
     if tracker.exists():
         return
