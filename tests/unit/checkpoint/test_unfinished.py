@@ -21,6 +21,7 @@ from megatron_eopt.checkpoint.unfinished import (
     read_tracker,
 )
 from tests.harness import run_ranks
+from tests.harness.long_results import record_faults
 
 FILES = ("rank 0", "rank 1", "metadata")
 
@@ -143,7 +144,7 @@ def save_here(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("before", [(), ("old",)], ids=len)
-def test_another_run_cannot_save_the_same_iteration_meanwhile(tmp_path, before):
+def test_another_run_cannot_save_the_same_iteration_meanwhile(tmp_path, before, record_property):
     folder = tmp_path / "iter_0000002"
     for content in before:
         save(folder, content)
@@ -157,6 +158,8 @@ def test_another_run_cannot_save_the_same_iteration_meanwhile(tmp_path, before):
     save(folder, "new")
     assert loaded(folder) == "new"
     assert not run_ranks(1, save_here, folder)[0]
+    outcome = {"the second one stopped on all ranks, nothing changed": 1}
+    record_faults("two runs save the same iteration to one folder", outcome, record_property)
 
 
 def test_files_of_more_ranks_are_not_mixed_with_new_ones(tmp_path):
