@@ -1,4 +1,7 @@
-"""Load optimizer state at any parallel layout, also if another optimizer wrote the checkpoint."""
+"""Load optimizer state at any parallel layout, also if another optimizer wrote the checkpoint.
+
+All files are checked before a load. :func:`save` lets a load also tell files of another save.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,10 +10,27 @@ from typing import Any
 from megatron.core.dist_checkpointing import serialization
 
 from megatron_eopt.base.agreement import CheckpointError
+from megatron_eopt.checkpoint.files import check_all, note_fingerprints
 from megatron_eopt.checkpoint.matching import match
 from megatron_eopt.optimizers.continuation import Policy
 
-__all__ = ["CheckpointError", "load"]
+__all__ = ["CheckpointError", "load", "save"]
+
+
+def save(sharded_state_dict: dict[str, Any], folder: str | Path, **kwargs: Any) -> Any:
+    """Save a checkpoint; replaces ``dist_checkpointing.save``, with the same arguments.
+
+    A small file more, ``fingerprints.json``, says which files belong together.
+
+    Returns:
+        None, or the request of an asynchronous save.
+    """
+    request = serialization.save(sharded_state_dict, str(folder), **kwargs)
+    if request is None:
+        note_fingerprints(Path(folder))
+    else:
+        request.add_finalize_fn(lambda: note_fingerprints(Path(folder)))
+    return request
 
 
 def load(
@@ -40,9 +60,10 @@ def load(
         What ``dist_checkpointing.load`` returns: the state dict to pass to ``load_state_dict``.
 
     Raises:
-        CheckpointError: If the metadata of the checkpoint cannot be read.
+        CheckpointError: If a file of the checkpoint is missing, damaged or of another save.
         ConfigurationError: If state is missing, or starts fresh in an optimizer that has stepped.
     """
+    check_all(Path(folder))
     # before the load, which fails for a key that the checkpoint lacks
     match(sharded_state_dict, Path(folder), Policy(frozenset(fresh), momentum_from_adam))
     return serialization.load(sharded_state_dict, str(folder), **kwargs)

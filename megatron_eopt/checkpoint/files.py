@@ -1,11 +1,13 @@
 """Finds missing and damaged files of a checkpoint before anything is loaded from it.
 
 Small files are read. Of files with tensors, the length is checked, and the start of the first and
-the end of the last tensor.
+the end of the last tensor. Fingerprints tell whether all files are of the same save.
 """
 
+import functools
 import io
 import json
+import operator
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +21,22 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from megatron_eopt.base.agreement import CheckpointError, from_rank_0, raise_together
-from megatron_eopt.checkpoint.unfinished import TRACKER, complete_folder
+from megatron_eopt.base.agreement import (
+    CheckpointError,
+    from_rank_0,
+    gather_objects,
+    gather_unique,
+    raise_together,
+)
+from megatron_eopt.checkpoint.fingerprints import (
+    FINGERPRINTS,
+    ZIP_START,
+    Slice,
+    fingerprint,
+    read_fingerprints,
+    write_fingerprints,
+)
+from megatron_eopt.checkpoint.unfinished import TRACKER, complete_folder, mend_tracker
 from megatron_eopt.optimizers.saved_groups import groups_in
 
 METADATA = ".metadata"
@@ -33,10 +49,7 @@ RANK_FILE = "model_optim_rng.pt"
 """The trainer's file of a model-parallel rank in format ``torch``."""
 
 _COMMON = "common.pt"
-_ZIP_START, _ZIP_END, _ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
-
-type Slice = tuple[int, int]
-"""Offset and length in bytes."""
+_ZIP_END, _ZIP_END_BYTES = b"PK\x05\x06", 22
 
 
 @dataclass(frozen=True)
@@ -44,21 +57,44 @@ class Files:
     """What a checkpoint consists of."""
 
     form: str  # ``torch_dist``, ``torch`` or ``dcp`` (``fsdp_dtensor`` and ``torch_dcp``)
-    # files with tensors, with the slices of the first and the last tensor in each
-    tensors: Mapping[Path, tuple[Slice, Slice]] = field(default_factory=dict)
+    # files with tensors, with the slices of all tensors in each, in order
+    tensors: Mapping[Path, tuple[Slice, ...]] = field(default_factory=dict)
     ranks: tuple[Path, ...] = ()  # folders of model-parallel ranks
+    small: tuple[Path, ...] = ()  # files that say what the others contain
 
 
 def check_all(folder: Path) -> Files:
     """Check all files of a checkpoint; collective over the world, whose ranks share the work.
 
     Raises:
-        CheckpointError: If a file is missing or damaged; names it.
+        CheckpointError: If a file is missing, damaged or of another save; names it.
+    """
+    files, wanted = from_rank_0(lambda: (_complete_files_in(folder), _noted_in(folder)))
+    raise_together(lambda: _check_share(files))
+    found = raise_together(lambda: _fingerprints_of_share(folder, files) if wanted else {})
+    foreign = sorted(gather_unique(k for k in found.items() - wanted.items() if k[0] in wanted))
+    if foreign:
+        others = f", and so are {len(foreign) - 1} other files" if foreign[1:] else ""
+        rule = f"is not the file that the save of this checkpoint wrote{others}"
+        hint = (
+            "Restore it, or load another iteration with --ckpt-step. If you have changed files on "
+            f"purpose, remove {FINGERPRINTS}"
+        )
+        raise CheckpointError("checkpoint", str(folder / foreign[0][0]), rule, hint)
+    return files
+
+
+def note_fingerprints(folder: Path) -> None:
+    """Write down which files a save has written, when all are there; collective over the world.
+
+    Raises:
+        CheckpointError: If a file is missing or damaged.
     """
     # one rank lists the folder, which on a shared file system may look different to others
     files = from_rank_0(lambda: _files_in(folder))
-    raise_together(lambda: _check_share(files))
-    return files
+    mine = raise_together(lambda: _fingerprints_of_share(folder, files))
+    found = functools.reduce(operator.or_, gather_objects(mine))
+    from_rank_0(lambda: write_fingerprints(folder, found))
 
 
 def check_tracked(folder: Path) -> None:
@@ -67,6 +103,7 @@ def check_tracked(folder: Path) -> None:
     Raises:
         CheckpointError: If it has a complete checkpoint, but no tracker file.
     """
+    mend_tracker(folder)
     tracker = folder / TRACKER
     if tracker.exists():
         return
@@ -169,32 +206,39 @@ def _unpickled(path: Path) -> Any:
         raise damaged(path, f"cannot be read ({_text(error)})") from error
 
 
-def _files_in(folder: Path) -> Files:
+def _complete_files_in(folder: Path) -> Files:
     """Return the files that a complete checkpoint has, reading only small ones."""
     if not folder.is_dir():
         raise damaged(folder, "does not exist")
     if complete_folder(folder) is None:
         raise damaged(folder, "is no complete checkpoint: a save to this folder has not finished")
-    if (folder / CONFIG).exists():
+    return _files_in(folder)
+
+
+def _files_in(folder: Path) -> Files:
+    """Return the files that a save writes to a folder."""
+    metadata_file, config = folder / METADATA, folder / CONFIG
+    if config.exists():
         # other back ends have files of their own, which are not checked
-        if _backend_of(folder / CONFIG) != "torch_dist":
+        if _backend_of(config) != "torch_dist":
             return Files("torch_dist")
-        return Files("torch_dist", _tensors_in(folder, read_metadata(folder)))
+        tensors = _tensors_in(folder, read_metadata(folder))
+        return Files("torch_dist", tensors, small=(metadata_file, config))
     if ranks := tuple(sorted(path for path in folder.glob("mp_rank_*") if path.is_dir())):
         return Files("torch", ranks=ranks)
-    if not (folder / METADATA).exists():
+    if not metadata_file.exists():
         rule = f"is no complete checkpoint: it has neither {METADATA} nor mp_rank_*/{RANK_FILE}"
         raise damaged(folder, rule)
     metadata = read_metadata(folder)
     # torch notes how to nest the keys, megatron-core does not
     if not metadata.planner_data:
         raise damaged(folder, f"lacks the file {CONFIG}, which a save of torch_dist writes last")
-    return Files("dcp", _tensors_in(folder, metadata))
+    return Files("dcp", _tensors_in(folder, metadata), small=(metadata_file,))
 
 
 def _is_readable(folder: Path) -> bool:
     try:
-        _files_in(folder)
+        _complete_files_in(folder)
     except CheckpointError:
         return False
     return True
@@ -207,26 +251,44 @@ def _backend_of(path: Path) -> str:
         raise damaged(path, f"cannot be read ({_text(error)})") from error
 
 
-def _tensors_in(folder: Path, metadata: Metadata) -> dict[Path, tuple[Slice, Slice]]:
-    """Return the files with tensors, with the slices of the first and the last tensor in each."""
+def _noted_in(folder: Path) -> dict[str, str]:
+    try:
+        return read_fingerprints(folder)
+    except Exception as error:  # a damaged file can raise anything
+        raise damaged(folder / FINGERPRINTS, f"cannot be read ({_text(error)})") from error
+
+
+def _tensors_in(folder: Path, metadata: Metadata) -> dict[Path, tuple[Slice, ...]]:
+    """Return the files with tensors, with the slices of all tensors in each."""
     found: dict[Path, list[Slice]] = {}
     for item in metadata.storage_data.values():
         # a compressed tensor does not start and end as torch writes it
         if not getattr(item, "transform_descriptors", None):
             found.setdefault(folder / item.relative_path, []).append((item.offset, item.length))
     # tensors are written one after another, so the last one ends where the file does
-    return {path: (min(slices), max(slices)) for path, slices in found.items()}
+    return {path: tuple(sorted(slices)) for path, slices in found.items()}
+
+
+def _share(paths: Collection[Path]) -> list[Path]:
+    """Return this rank's share of paths."""
+    alone = not distributed.is_initialized()
+    rank, world = (0, 1) if alone else (distributed.get_rank(), distributed.get_world_size())
+    return sorted(paths)[rank::world]
 
 
 def _check_share(files: Files) -> None:
     """Check this rank's share of a checkpoint's files."""
-    alone = not distributed.is_initialized()
-    rank, world = (0, 1) if alone else (distributed.get_rank(), distributed.get_world_size())
-    # each rank checks every n-th file
-    for path in sorted(files.tensors)[rank::world]:
-        _check_tensors(path, *files.tensors[path])
-    for folder in files.ranks[rank::world]:
+    for path in _share(files.tensors):
+        _check_tensors(path, files.tensors[path][0], files.tensors[path][-1])
+    for folder in _share(files.ranks):
         _check_rank_folder(folder, [path.name for path in files.ranks])
+
+
+def _fingerprints_of_share(folder: Path, files: Files) -> dict[str, str]:
+    """Return fingerprints of this rank's share of a checkpoint's files, by relative path."""
+    paths = [*files.small, *files.tensors, *(p for rank in files.ranks for p in rank.glob("*.pt"))]
+    share = [(path, str(path.relative_to(folder))) for path in _share(paths)]
+    return {name: fingerprint(path, files.tensors.get(path, ())) for path, name in share}
 
 
 def _check_tensors(path: Path, first: Slice, last: Slice) -> None:
@@ -238,11 +300,11 @@ def _check_tensors(path: Path, first: Slice, last: Slice) -> None:
         raise damaged(path, f"has {size:,} of {wanted:,} bytes")
     with path.open("rb") as file:
         file.seek(first[0])
-        start = file.read(len(_ZIP_START))
+        start = file.read(len(ZIP_START))
         # torch saves each tensor as a zip archive, which ends with a record of this size
         file.seek(wanted - _ZIP_END_BYTES, io.SEEK_SET)
         end = file.read(len(_ZIP_END))
-    if (start, end) != (_ZIP_START, _ZIP_END):
+    if (start, end) != (ZIP_START, _ZIP_END):
         raise damaged(path, "does not contain the tensors that the metadata names")
 
 

@@ -11,6 +11,7 @@ from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron_eopt.base.agreement import from_rank_0
 from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.base.wrapping import Function, around
+from megatron_eopt.checkpoint.files import note_fingerprints
 from megatron_eopt.checkpoint.unfinished import begin, finish
 
 _saving: ContextVar[Path | None] = ContextVar("_saving", default=None)
@@ -39,9 +40,9 @@ def replacing_a_folder(original: Function, *values: Any, **kwargs: Any) -> Any:
         result = original(*values, **kwargs)
     finally:
         _saving.reset(token)
-    # a synchronous save; an asynchronous one has registered ``_finish_later``
+    # a synchronous save; an asynchronous one has registered ``_finish``
     if folder not in _unfinished:
-        from_rank_0(lambda: finish(folder))
+        _finish(folder)
     return result
 
 
@@ -70,10 +71,11 @@ def finishing_later(original: Function, request: Any) -> Any:
     if folder is not None and request.finalize_fns:
         _unfinished.add(folder)
         # the last function of the request, after that which writes the tracker file
-        request.add_finalize_fn(lambda: _finish_later(folder))
+        request.add_finalize_fn(lambda: _finish(folder))
     return original(request)
 
 
-def _finish_later(folder: Path) -> None:
+def _finish(folder: Path) -> None:
     _unfinished.discard(folder)
+    note_fingerprints(folder)
     from_rank_0(lambda: finish(folder))

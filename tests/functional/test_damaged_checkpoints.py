@@ -1,18 +1,25 @@
-"""A checkpoint with a missing or damaged file is refused by the trainer and ``explain`` alike."""
+"""A checkpoint with a missing, damaged or foreign file is refused by the trainer and ``explain``.
 
+A foreign file is another file of the same save, or the one of the same name of another save.
+"""
+
+import itertools
 import re
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.checkpoint.fingerprints import FINGERPRINTS
 from megatron_eopt.tools.explain import TRACKER, explain
 from tests.functional.formats import FORMATS, parameters
 from tests.functional.script import TINY, _run_once, losses, train
 from tests.harness import RankError, run_ranks
+from tests.harness.long_results import record_faults
 
 DAMAGES = {
     "missing": lambda path: path.unlink(missing_ok=True),
@@ -28,15 +35,32 @@ def save(folder: Path, flags: list[str], interval: int = 2) -> None:
     train(*flags, "--train-iters", "2", *saving, timeout=300)
 
 
-def damaged_copies(run: Path, into: Path) -> Iterator[tuple[str, str, Path]]:
-    """Yield the file's name, the damage and the folder of copies with one damaged file."""
-    files = [path for path in run.rglob("*") if path.is_file() and path.name != "progress.txt"]
-    for number, path in enumerate(sorted(files)):
+def exchange(first: Path, second: Path) -> None:
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+def faults_in(run: Path) -> Iterator[tuple[set[str], str, Callable[[Path], object]]]:
+    """Yield faults of one file or two: their names, the fault, and what does it to a copy."""
+    tracker, folder = run / TRACKER, run / "iter_0000002"
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in (tracker, *files):
+        own = path.relative_to(run)
         for name, damage in DAMAGES.items():
-            copy = into / f"{number}-{name}"
-            shutil.copytree(run, copy)
-            damage(copy / path.relative_to(run))
-            yield path.name, name, copy
+            # a checkpoint of megatron-core alone has no fingerprints
+            if (path.name, name) != (FINGERPRINTS, "missing"):
+                yield {path.name}, name, lambda copy, own=own, damage=damage: damage(copy / own)
+    for path in files:
+        name, other = path.relative_to(folder), run / "iter_0000001" / path.relative_to(folder)
+        if other.read_bytes() != path.read_bytes():
+            to = path.relative_to(run)
+            found = {path.name} if path.name != FINGERPRINTS else {file.name for file in files}
+            yield found, "foreign", lambda copy, to=to, other=other: shutil.copy(other, copy / to)
+    for pair in itertools.combinations(files, 2):
+        own = [path.relative_to(run) for path in pair]
+        names = {path.name for path in pair}
+        yield names, "swapped", lambda copy, own=own: exchange(*(copy / path for path in own))
 
 
 def load_each(flags: list[str], folders: list[str]) -> tuple[list[str], str]:
@@ -65,20 +89,25 @@ def load_each(flags: list[str], folders: list[str]) -> tuple[list[str], str]:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("form", parameters("torch_dist"))
-def test_every_damage_of_every_file_is_refused(tmp_path, form):
+def test_every_fault_of_every_file_is_refused(tmp_path, form, record_property):
     good = tmp_path / "good"
-    save(good, FORMATS[form])
-    copies = list(damaged_copies(good, tmp_path / "copies"))
+    save(good, FORMATS[form], interval=1)
+    copies = []
+    for names, fault, inflict in faults_in(good):
+        copy = tmp_path / "copies" / str(len(copies))
+        shutil.copytree(good, copy)
+        inflict(copy)
+        copies.append((names, fault, copy))
     flags = [*TINY, *FORMATS[form], "--train-iters", "3", "--override-opt_param-scheduler"]
     flags += ["--load", str(good)]
     folders = [str(folder) for *_, folder in copies]
     (errors, _), (others, printed) = run_ranks(2, load_each, flags, folders, cpu=False, timeout=900)
     assert errors == others
     wrong = []
-    for (file, damage, folder), error in zip(copies, errors, strict=True):
-        named = file in error or "neither .metadata nor mp_rank_*" in error
+    for (names, fault, folder), error in zip(copies, errors, strict=True):
+        named = any(name in error for name in (*names, "neither .metadata nor mp_rank_*"))
         if not (error.startswith("CheckpointError: ") and named):
-            wrong.append((file, damage, error[:200]))
+            wrong.append((names, fault, error[:200]))
         try:
             told = f"explained {explain(folder).iteration}"
         except ConfigurationError as refused:
@@ -86,9 +115,12 @@ def test_every_damage_of_every_file_is_refused(tmp_path, form):
         except Exception as raw:
             told = f"{type(raw).__name__}: {raw}"
         # a run that is not given a step says so
-        if not told.startswith("CheckpointError: ") or (file != TRACKER and told != error):
-            wrong.append((file, damage, f"explain: {told[:200]}"))
+        if not told.startswith("CheckpointError: ") or (TRACKER not in names and told != error):
+            wrong.append((names, fault, f"explain: {told[:200]}"))
     assert not wrong
+    for fault, number in Counter(fault for _, fault, _ in copies).items():
+        outcome = Counter({"stopped on all ranks, nothing changed": number})
+        record_faults(f"file of a checkpoint: {fault}", outcome, record_property)
     # nothing has been loaded from them
     assert losses(printed) == losses(train(*flags[len(TINY) :], timeout=300))
 

@@ -3,11 +3,24 @@
 import os
 import platform
 import subprocess
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+
+FAULT = "fault: "
+"""How the names of figures begin that count what faults of machines led to."""
+
+
+def record_faults(
+    fault: str, outcomes: Mapping[str, int], record_property: Callable[[str, object], None]
+) -> None:
+    """Record how often a kind of fault was tried, by what it led to."""
+    counts = "; ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items()))
+    record_property(FAULT + fault, counts)
 
 
 @dataclass
@@ -20,14 +33,20 @@ class _Entry:
 class LongResults:
     """Collects the reports of tests marked ``long`` and writes them as Markdown.
 
-    Key figures are what tests pass to pytest's ``record_property``.
+    Key figures are what tests pass to pytest's ``record_property``. Faults are counted in tests of
+    every change, too.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._entries: dict[str, _Entry] = {}
+        self._faults: dict[str, Counter[str]] = defaultdict(Counter)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" and report.outcome == "passed":
+            for name, counts in report.user_properties:
+                if name.startswith(FAULT):
+                    self._add_faults(name.removeprefix(FAULT), str(counts))
         if "long" not in report.keywords:
             return
         entry = self._entries.setdefault(report.nodeid, _Entry())
@@ -35,7 +54,13 @@ class LongResults:
         if report.outcome != "passed":
             entry.outcome = report.outcome
         if report.when == "call":
-            entry.figures = [(name, str(value)) for name, value in report.user_properties]
+            properties = report.user_properties
+            entry.figures = [(k, str(v)) for k, v in properties if not k.startswith(FAULT)]
+
+    def _add_faults(self, fault: str, counts: str) -> None:
+        for count in counts.split("; "):
+            number, _, outcome = count.partition(" ")
+            self._faults[fault][outcome] += int(number)
 
     def pytest_sessionfinish(self) -> None:
         lines = [
@@ -53,7 +78,29 @@ class LongResults:
             test, _, case = name.removesuffix("]").partition("[")
             tests.setdefault(test, {})[case] = entry
         lines += [_line(test, cases) for test, cases in tests.items()]
+        lines += _table_of(self._faults)
         self._path.write_text("\n".join(lines) + "\n")
+
+
+def _table_of(faults: Mapping[str, Counter[str]]) -> list[str]:
+    """Return the section about faults of machines."""
+    total = sum(counts.total() for counts in faults.values())
+    rows = [
+        f"| {fault} | {number} | {outcome} |"
+        for fault, counts in sorted(faults.items())
+        for outcome, number in sorted(counts.items())
+    ]
+    return [
+        "",
+        "## Faults of machines",
+        "",
+        f"Tests made {total} faults on purpose. Each ended as this table says; none as a hang or a",
+        "silent change.",
+        "",
+        "| fault | tried | outcome |",
+        "|---|---|---|",
+        *rows,
+    ]
 
 
 def _line(test: str, cases: dict[str, _Entry]) -> str:

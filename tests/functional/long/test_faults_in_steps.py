@@ -12,6 +12,7 @@ import torch
 
 from tests.harness import run_ranks
 from tests.harness.flips import KINDS
+from tests.harness.long_results import record_faults
 from tests.unit.optimizers.test_spot_checks import LAYOUTS
 from tests.unit.storage.runs import BF16, FP16, OVERLAP, PLAIN, SHARDED, Run
 from tests.unit.wrappers.faults import RIGHT, Fault, suffer
@@ -24,8 +25,7 @@ BAD = (math.nan, math.inf, -math.inf)
 def count(title: str, results: list[list[str]], record_property: Any) -> Counter[str]:
     assert all(outcomes == results[0] for outcomes in results)
     found = Counter(results[0])
-    counts = ", ".join(f"{number} {outcome}" for outcome, number in sorted(found.items()))
-    record_property(f"fault: {title}", counts)
+    record_faults(title, found, record_property)
     return found
 
 

@@ -22,6 +22,7 @@ import pytest
 
 from tests.functional.saved_states import differing
 from tests.functional.script import ROOT, SCRIPT, TINY
+from tests.harness.long_results import record_faults
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -225,5 +226,7 @@ def test_ten_kills_change_nothing(tmp_path, record_property):
     assert half_written >= 3
     assert len([attempt for attempt in attempts if attempt.losses and attempt.loaded]) >= 3
     iterations = sum(attempt.iterations for attempt in attempts)
+    outcome = {"resumed from the last complete checkpoint with right bits": KILLS}
+    record_faults("kill of a rank at a random moment", outcome, record_property)
     record_property("kills that left an unfinished checkpoint", half_written)
     record_property("iterations lost", iterations - ITERATIONS)

@@ -1,5 +1,6 @@
 """A process that is killed at any moment of a save leaves a complete checkpoint, or none."""
 
+import contextlib
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,8 +16,12 @@ from megatron_eopt.checkpoint.unfinished import (
     begin,
     complete_folder,
     finish,
+    folder_name,
+    mend_tracker,
     read_tracker,
 )
+from tests.harness import run_ranks
+from tests.harness.long_results import record_faults
 
 FILES = ("rank 0", "rank 1", "metadata")
 
@@ -38,13 +43,25 @@ def killed_after(count: int) -> Iterator[None]:
 
         return run
 
-    names = ("rename", "rmdir", "unlink", "mkdir", "write_text")
+    names = ("rename", "rmdir", "unlink", "mkdir")
     operations = {name: counted(getattr(Path, name)) for name in names}
+    operations["write_text"] = _empty_it_first(counted)
     with (
         mock.patch.multiple(Path, **operations),
         mock.patch.object(shutil, "rmtree", counted(_remove_a_part_first(counted))),
     ):
         yield
+
+
+def _empty_it_first(counted: Callable[..., Callable[..., object]]) -> Callable[..., object]:
+    """Return what writes a file in two operations."""
+    write = Path.write_text
+
+    def run(path: Path, content: str) -> None:
+        counted(write)(path, "")
+        counted(write)(path, content)
+
+    return run
 
 
 def _remove_a_part_first(counted: Callable[..., Callable[..., object]]) -> Callable[..., object]:
@@ -71,6 +88,7 @@ def save(folder: Path, content: str, files: tuple[str, ...] = FILES) -> None:
 
 def loaded(folder: Path) -> str | None:
     """Return the content that a run would load; fails if it is not complete."""
+    mend_tracker(folder.parent)
     found = complete_folder(folder)
     if found is None or not found.exists():
         return None
@@ -101,6 +119,47 @@ def test_a_kill_leaves_the_old_content_or_the_new_one(tmp_path, before):
         assert loaded(folder) == "newest"
         assert {path.name for path in folder.parent.iterdir()} == {folder.name, TRACKER}
     assert loaded(folder) == "new"
+
+
+def test_the_tracker_names_a_complete_checkpoint_at_any_moment(tmp_path):
+    contents = {"iter_0000001": "old", "iter_0000002": "new"}
+    for count in range(100):
+        run = tmp_path / str(count)
+        save(run / "iter_0000001", "old")
+        with contextlib.suppress(KilledError), killed_after(count):
+            save(run / "iter_0000002", "new")
+            break
+        mend_tracker(run)
+        named = run / folder_name(read_tracker(run / TRACKER))
+        assert loaded(named) == contents[named.name]
+    assert count > len(FILES)
+
+
+def save_here(folder: Path) -> str:
+    try:
+        save(folder, "of another run")
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("before", [(), ("old",)], ids=len)
+def test_another_run_cannot_save_the_same_iteration_meanwhile(tmp_path, before, record_property):
+    folder = tmp_path / "iter_0000002"
+    for content in before:
+        save(folder, content)
+    begin(folder)
+    folder.mkdir()
+    error = run_ranks(1, save_here, folder)[0]
+    assert error.startswith(f"save='{tmp_path}': is a folder to which another process is saving")
+    assert loaded(folder) == ("old" if before else None)
+    # other iterations, and this one after a failed save of the same process
+    assert not run_ranks(1, save_here, tmp_path / "iter_0000004")[0]
+    save(folder, "new")
+    assert loaded(folder) == "new"
+    assert not run_ranks(1, save_here, folder)[0]
+    outcome = {"the second one stopped on all ranks, nothing changed": 1}
+    record_faults("two runs save the same iteration to one folder", outcome, record_property)
 
 
 def test_files_of_more_ranks_are_not_mixed_with_new_ones(tmp_path):

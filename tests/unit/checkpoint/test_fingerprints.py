@@ -1,0 +1,95 @@
+"""A file of another save is noticed, although it has the same name, size and kinds of content."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+
+from megatron_eopt import checkpoints
+from megatron_eopt.base.agreement import CheckpointError
+from megatron_eopt.checkpoint.fingerprints import FINGERPRINTS, fingerprint
+from tests.harness import run_ranks
+from tests.unit.checkpoint.test_pieces import Training
+
+
+@pytest.mark.parametrize("count", [1, 3, 300])
+def test_any_changed_number_changes_the_fingerprint(tmp_path, count):
+    path = tmp_path / "model.pt"
+    tensors = [torch.full((64, 33), float(number)) for number in range(count)]
+
+    def saved() -> str:
+        torch.save(tensors, path)
+        return fingerprint(path)
+
+    found = {saved()}
+    assert found == {saved()}
+    places = range(0, count, 23)
+    for number in places:
+        tensors[number][17, 5] += 1e-3
+        found.add(saved())
+    assert len(found) == len(places) + 1
+
+
+def test_all_slices_count(tmp_path):
+    path = tmp_path / "many"
+
+    def of(values: list[float]) -> str:
+        slices = []
+        with path.open("wb") as file:
+            for value in values:
+                start = file.tell()
+                torch.save(torch.full((3000,), value), file)
+                slices.append((start, file.tell() - start))
+        return fingerprint(path, slices)
+
+    different = [
+        [1.0, 2.0, 3.0],
+        [2.0, 1.0, 3.0],
+        [0.0, 2.0, 3.0],
+        [1.0, 0.0, 3.0],
+        [1.0, 2.0, 0.0],
+    ]
+    assert len({of(values) for values in different}) == len(different)
+
+
+def load_mixed(first: Path, second: Path, delayed: bool) -> list[tuple[str, str]]:
+    """Save twice, load with each file of the other save, then as it was; return the errors."""
+    training = Training(True, "muon")
+    for number, folder in enumerate((first, second)):
+        training.step(number + 1)
+        folder.mkdir(exist_ok=True)
+        torch.distributed.barrier()
+        state = training.state(is_loading=False)
+        options = {"async_sharded_save": True, "async_strategy": "mcore"} if delayed else {}
+        request = checkpoints.save(state, folder, **options)
+        if request is not None:
+            request.execute_sync()
+    errors = []
+    weights = training.weights
+    for name in sorted(path.name for path in first.iterdir() if path.name != FINGERPRINTS):
+        mixed = first.with_name(f"with {name}")
+        if torch.distributed.get_rank() == 0:
+            shutil.copytree(first, mixed)
+            shutil.copy(second / name, mixed / name)
+        torch.distributed.barrier()
+        if (first / name).read_bytes() == (second / name).read_bytes():
+            continue
+        try:
+            checkpoints.load(training.state(is_loading=True), mixed)
+        except CheckpointError as error:
+            errors.append((name, str(error)))
+    assert all(torch.equal(weights[name], now) for name, now in training.weights.items())
+    checkpoints.load(training.state(is_loading=True), first)
+    dist_checkpointing.load(training.state(is_loading=False), str(first))
+    return errors
+
+
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "asynchronous"])
+def test_a_program_that_saves_with_it_is_told(tmp_path, delayed):
+    folders = tmp_path / "first", tmp_path / "second"
+    errors, others = run_ranks(2, load_mixed, *folders, delayed, timeout=120)
+    assert errors == others
+    assert {"__0_0.distcp", "__1_0.distcp"} <= {name for name, _ in errors}
+    assert all(f"/{name}'" in error for name, error in errors)
