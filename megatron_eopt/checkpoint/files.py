@@ -7,6 +7,7 @@ the end of the last tensor. Fingerprints tell whether all files are of the same 
 import functools
 import io
 import json
+import logging
 import operator
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
@@ -38,6 +39,8 @@ from megatron_eopt.checkpoint.fingerprints import (
 )
 from megatron_eopt.checkpoint.unfinished import TRACKER, complete_folder, mend_tracker
 from megatron_eopt.optimizers.saved_groups import groups_in
+
+logger = logging.getLogger(__name__)
 
 METADATA = ".metadata"
 """torch's file that says which tensors are in which files."""
@@ -73,7 +76,12 @@ def check_all(folder: Path) -> Files:
     raise_together(lambda: _check_share(files))
     found = raise_together(lambda: _fingerprints_of_share(folder, files) if wanted else {})
     foreign = sorted(gather_unique(k for k in found.items() - wanted.items() if k[0] in wanted))
-    if foreign:
+    # all saves write the same configuration
+    noted = {name for name, _ in gather_unique(found.items()) if name in wanted} - {CONFIG}
+    if foreign and len(foreign) == len(noted) > 1:
+        text = "all files are of a later save, by a program without this package"
+        from_rank_0(lambda: logger.warning("%s: %s", folder / FINGERPRINTS, text))
+    elif foreign:
         others = f", and so are {len(foreign) - 1} other files" if foreign[1:] else ""
         rule = f"is not the file that the save of this checkpoint wrote{others}"
         hint = (
