@@ -75,6 +75,7 @@ class _Case:
     optimizer: str
     fields: Mapping[str, Any]  # of the configuration
     wrap: WrapT
+    config_class: type[EmergingOptimizerConfig] = EmergingOptimizerConfig
     wave_mb: float = _SMALL
     off_loads: bool = False  # then weights are bfloat16, so that main weights can be off-loaded
 
@@ -98,6 +99,7 @@ def check(
     config: Mapping[str, Any] | None = None,
     *,
     storage: WrapT | None = None,
+    config_class: type[EmergingOptimizerConfig] = EmergingOptimizerConfig,
     tolerance: float = 1e-4,
     run: RunT | None = None,
     timeout: float = 300.0,
@@ -110,9 +112,10 @@ def check(
     Args:
         optimizer: Your optimizer's entry, of which all parts are at the top of modules, or the name
             of one of ours.
-        config: Fields of ``EmergingOptimizerConfig``.
+        config: Fields of the configuration.
         storage: A module-level function that stores a model in a form of your own; its module
             registers the builder. None checks ZeRO-1, also with off-loading, and uneven rows.
+        config_class: ``EmergingOptimizerConfig``, or a subclass with fields of your own.
         tolerance: Largest difference of a weight, relative to how far training has moved it.
         run: Runs a function on ranks; None starts new processes.
         timeout: Seconds that each of three runs may take.
@@ -125,10 +128,10 @@ def check(
     if isinstance(optimizer, EmergingOptimizerEntry):
         optimizer, entry = "under_test", optimizer
     wraps = [in_rows, in_zero1] if storage is None else [storage]
-    cases = [_Case(optimizer, fields, wrap) for wrap in wraps]
+    cases = [_Case(optimizer, fields, wrap, config_class) for wrap in wraps]
     if storage is None:
-        cases.append(_Case(optimizer, fields, in_zero1, off_loads=True))
-    whole = _Case(optimizer, fields, storage or in_zero1, _LARGE)
+        cases.append(_Case(optimizer, fields, in_zero1, config_class, off_loads=True))
+    whole = _Case(optimizer, fields, storage or in_zero1, config_class, _LARGE)
     with tempfile.TemporaryDirectory() as folder:
         job = entry, cases, folder, tolerance
         try:
@@ -235,7 +238,7 @@ def _built(case: _Case) -> tuple[Any, OptimizerChain]:
         "optimizer_cpu_offload": case.off_loads,
         "optimizer_offload_fraction": float(case.off_loads),
     }
-    chain = get_megatron_optimizer(EmergingOptimizerConfig(**{**fields, **case.fields}), [chunk])
+    chain = get_megatron_optimizer(case.config_class(**{**fields, **case.fields}), [chunk])
     if not isinstance(chain, OptimizerChain):
         raise TypeError(f"check() needs an optimizer of this package, not {type(chain).__name__}")
     for group in chain.param_groups:
