@@ -42,6 +42,7 @@ from megatron_eopt.layouts import Redistribution
 from megatron_eopt.matrices import Field, Section, Split, gated
 from megatron_eopt.optimizers import update_rule, whole_matrix_rule
 from megatron_eopt.optimizers.host_memory import HostMemory
+from megatron_eopt.optimizers.muon_rule import MuonRule
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.wrappers.builders import BUILDERS, OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
@@ -464,7 +465,7 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func._schema.name.startswith("c10d::"):
             text = (
-                "%s while updates are stored: ranks do so in different waves; see sums_per_matrix"
+                "%s while updates are stored, which ranks do in another order; see sums_per_matrix"
             )
             raise ConformanceError(text % func._schema.name)
         return func(*args, **(kwargs or {}))
@@ -486,6 +487,14 @@ def _poisoned_run(self: Redistribution, load: Any, compute: Any, store: Any, *re
     _poison(self.buffers.values())
 
 
+_plain_apply_with_totals = MuonRule._apply_with_totals
+
+
+def _watched_apply_with_totals(self: MuonRule, *args: Any) -> None:
+    with _NoCollectives():  # type: ignore[no-untyped-call]
+        _plain_apply_with_totals(self, *args)
+
+
 @contextlib.contextmanager
 def _scene(entry: _Entry) -> Iterator[None]:
     """Register what is tested, and poison memory."""
@@ -494,6 +503,7 @@ def _scene(entry: _Entry) -> Iterator[None]:
         Patch(update_rule, "HostMemory", _PoisonedHost),
         Patch(whole_matrix_rule, "HostMemory", _PoisonedHost),
         Patch(Redistribution, "run", _poisoned_run),
+        Patch(MuonRule, "_apply_with_totals", _watched_apply_with_totals),
     ]
     try:
         with patched(patches), registered("under_test", entry):
