@@ -42,6 +42,7 @@ from megatron_eopt.layouts import Redistribution
 from megatron_eopt.matrices import Field, Section, Split, gated
 from megatron_eopt.optimizers import update_rule, whole_matrix_rule
 from megatron_eopt.optimizers.host_memory import HostMemory
+from megatron_eopt.optimizers.muon_rule import MuonRule
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.wrappers.builders import BUILDERS, OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
@@ -75,6 +76,7 @@ class _Case:
     optimizer: str
     fields: Mapping[str, Any]  # of the configuration
     wrap: WrapT
+    config_class: type[EmergingOptimizerConfig] = EmergingOptimizerConfig
     wave_mb: float = _SMALL
     off_loads: bool = False  # then weights are bfloat16, so that main weights can be off-loaded
 
@@ -98,6 +100,7 @@ def check(
     config: Mapping[str, Any] | None = None,
     *,
     storage: WrapT | None = None,
+    config_class: type[EmergingOptimizerConfig] = EmergingOptimizerConfig,
     tolerance: float = 1e-4,
     run: RunT | None = None,
     timeout: float = 300.0,
@@ -110,9 +113,10 @@ def check(
     Args:
         optimizer: Your optimizer's entry, of which all parts are at the top of modules, or the name
             of one of ours.
-        config: Fields of ``EmergingOptimizerConfig``.
+        config: Fields of the configuration.
         storage: A module-level function that stores a model in a form of your own; its module
             registers the builder. None checks ZeRO-1, also with off-loading, and uneven rows.
+        config_class: ``EmergingOptimizerConfig``, or a subclass with fields of your own.
         tolerance: Largest difference of a weight, relative to how far training has moved it.
         run: Runs a function on ranks; None starts new processes.
         timeout: Seconds that each of three runs may take.
@@ -125,11 +129,11 @@ def check(
     if isinstance(optimizer, EmergingOptimizerEntry):
         optimizer, entry = "under_test", optimizer
     wraps = [in_rows, in_zero1] if storage is None else [storage]
-    cases = [_Case(optimizer, fields, wrap) for wrap in wraps]
+    cases = [_Case(optimizer, fields, wrap, config_class) for wrap in wraps]
     if storage is None:
         # the only storage that off-loads
-        cases.append(_Case(optimizer, fields, in_zero1, off_loads=True))
-    whole = _Case(optimizer, fields, storage or in_zero1, _LARGE)
+        cases.append(_Case(optimizer, fields, in_zero1, config_class, off_loads=True))
+    whole = _Case(optimizer, fields, storage or in_zero1, config_class, _LARGE)
     with tempfile.TemporaryDirectory() as folder:
         job = entry, cases, folder, tolerance
         try:
@@ -237,7 +241,7 @@ def _built(case: _Case) -> tuple[Any, OptimizerChain]:
         "optimizer_cpu_offload": case.off_loads,
         "optimizer_offload_fraction": float(case.off_loads),
     }
-    chain = get_megatron_optimizer(EmergingOptimizerConfig(**{**fields, **case.fields}), [chunk])
+    chain = get_megatron_optimizer(case.config_class(**{**fields, **case.fields}), [chunk])
     if not isinstance(chain, OptimizerChain):
         raise TypeError(f"check() needs an optimizer of this package, not {type(chain).__name__}")
     for group in chain.param_groups:
@@ -463,7 +467,7 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func._schema.name.startswith("c10d::"):
             text = (
-                "%s while updates are stored: ranks do so in different waves; see sums_per_matrix"
+                "%s while updates are stored, which ranks do in another order; see sums_per_matrix"
             )
             raise ConformanceError(text % func._schema.name)
         return func(*args, **(kwargs or {}))
@@ -485,6 +489,14 @@ def _poisoned_run(self: Redistribution, load: Any, compute: Any, store: Any, *re
     _poison(self.buffers.values())
 
 
+_plain_apply_with_totals = MuonRule._apply_with_totals
+
+
+def _watched_apply_with_totals(self: MuonRule, *args: Any) -> None:
+    with _NoCollectives():  # type: ignore[no-untyped-call]
+        _plain_apply_with_totals(self, *args)
+
+
 @contextlib.contextmanager
 def _scene(entry: _Entry) -> Iterator[None]:
     """Register what is tested, and poison memory."""
@@ -493,6 +505,7 @@ def _scene(entry: _Entry) -> Iterator[None]:
         Patch(update_rule, "HostMemory", _PoisonedHost),
         Patch(whole_matrix_rule, "HostMemory", _PoisonedHost),
         Patch(Redistribution, "run", _poisoned_run),
+        Patch(MuonRule, "_apply_with_totals", _watched_apply_with_totals),
     ]
     try:
         with patched(patches), registered("under_test", entry):

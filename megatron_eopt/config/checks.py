@@ -20,7 +20,7 @@ from megatron_eopt.base.names import (
     TpModeT,
 )
 from megatron_eopt.config.fields import consumed_fields, unconsumed
-from megatron_eopt.config.registry import entry_of, is_muon, prefixes_of
+from megatron_eopt.config.registry import consumed_by, entry_of, is_muon, prefixes_of
 from megatron_eopt.math import (
     AlgorithmT,
     PrecisionT,
@@ -172,9 +172,9 @@ def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
     prefixes = tuple(dict.fromkeys(prefix for name in emerging for prefix in prefixes_of(name)))
     consumed: set[str] = set()
     for name in emerging:
-        entry = entry_of(name)
         # an optimizer reads fields with its own prefixes only
-        consumed |= consumed_fields(entry.optimizer_cls, prefixes_of(name)) | entry.consumes
+        consumed |= consumed_fields(entry_of(name).optimizer_cls, prefixes_of(name))
+        consumed |= consumed_by(name)
     unused = set(unconsumed(config, prefixes, consumed))
     for family, defaults in ((prefixes_of(main), _OF_THE_MAIN_MUON), (prefixes, _OF_ANY_MUON)):
         if "muon" not in family:

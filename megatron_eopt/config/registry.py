@@ -116,7 +116,8 @@ class EmergingOptimizerEntry:
     """Prefixes of its configuration fields, most specific first; empty means the name."""
 
     consumes: frozenset[str] = frozenset()
-    """Further fields that have an effect with this optimizer."""
+    """Further fields that have an effect with this optimizer. Empty means Muon's, for a class
+    derived from ``TensorParallelMuon``."""
 
     draws: bool = False
     """Whether a step draws random numbers; ranks with copies of a weight then draw the same."""
@@ -220,6 +221,12 @@ def entry_of(name: str) -> EmergingOptimizerEntry:
 def prefixes_of(name: str) -> tuple[str, ...]:
     """Return the field prefixes of the optimizer ``name``, most specific first."""
     return (name,) if name in STANDARD_OPTIMIZERS else entry_of(name).prefixes or (name,)
+
+
+def consumed_by(name: str) -> frozenset[str]:
+    """Return the fields, besides constructor arguments, that have an effect with an optimizer."""
+    # the factory routes and splits parameters of a variant as Muon's
+    return entry_of(name).consumes or (entry_of("muon").consumes if is_muon(name) else frozenset())
 
 
 def name_of_class(text: str) -> str:

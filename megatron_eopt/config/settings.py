@@ -171,7 +171,7 @@ def resolve_run(config: Any) -> RunSettings:
 def _of_emerging(name: str, config: Any) -> dict[str, Any]:
     prefixes = registry.prefixes_of(name)
     chosen: dict[str, Any] = {"scalar": "adam", "prefixes": prefixes}
-    if "muon_scalar_optimizer" in registry.entry_of(name).consumes:
+    if "muon_scalar_optimizer" in registry.consumed_by(name):
         chosen["scalar"] = config.muon_scalar_optimizer
         check_choice("muon_scalar_optimizer", chosen["scalar"], SCALAR_OPTIMIZERS)
     return chosen

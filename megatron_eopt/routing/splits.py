@@ -216,7 +216,10 @@ def _fitted(
         raise ConfigurationError(weight.name, local, rule, hint) from error
     if local != expected and not _is_view(weight, split):
         rule = f"must have the shape {expected} of the {split.kind} split {split.describe()}"
-        hint = "Declare a split for this weight, or turn off this kind of split"
+        hint = (
+            "Declare a split for this weight, or turn off this kind of split. If this rank has a "
+            "part that you have cut, set param.eopt_place"
+        )
         raise ConfigurationError(weight.name, local, rule, hint)
     return split
 

@@ -2,13 +2,19 @@
 
 import ast
 import functools
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import distributed
 
-from megatron_eopt import TensorParallelMuon, conformance
+from megatron_eopt import EmergingOptimizerConfig, TensorParallelMuon, conformance
+from megatron_eopt.config import checks
+from megatron_eopt.config.arguments import entry_kwargs
+from megatron_eopt.config.registry import registered
+from megatron_eopt.config.settings import resolve
 from megatron_eopt.extending import (
     EmergingOptimizerEntry,
     MuonRule,
@@ -51,7 +57,7 @@ class CautiousMuon(TensorParallelMuon):
 
 
 class BoundedRule(MuonRule):
-    """Lets no update of a whole matrix have a root mean square above a tenth."""
+    """Lets no update of a whole matrix have a root mean square above a limit."""
 
     sums_per_matrix = 1
 
@@ -60,14 +66,26 @@ class BoundedRule(MuonRule):
 
     def use_totals(self, item, update, totals):
         sizes = totals.new_tensor([rows * cols for rows, cols in self.shapes[item.number]])
-        factors = 0.1 / (totals[0] / sizes).sqrt().clamp(min=0.1)
+        limit = self.optimizer.limit
+        factors = limit / (totals[0] / sizes).sqrt().clamp(min=limit)
         self.stored_matrices(item.number).multiply_(update, factors)
 
 
 class BoundedMuon(TensorParallelMuon):
-    """Muon with bounded updates."""
+    """Muon with bounded updates, and a setting of its own."""
 
     update_rule_class = BoundedRule
+
+    def __init__(self, params, *args, limit=0.1, **kwargs):
+        super().__init__(params, *args, **kwargs)
+        self.limit = limit
+
+
+@dataclass
+class BoundedConfig(EmergingOptimizerConfig):
+    """A configuration with the setting."""
+
+    muon_limit: float = 0.05
 
 
 def test_contributing_shows_the_first_as_it_is():
@@ -89,9 +107,22 @@ def is_text(node):
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-@pytest.mark.parametrize("cls", [CautiousMuon, BoundedMuon])
-def test_variants_of_muon_conform(cls):
-    check(variant(cls))
+@pytest.mark.parametrize(
+    ("cls", "config_class"),
+    [(CautiousMuon, EmergingOptimizerConfig), (BoundedMuon, BoundedConfig)],
+)
+def test_variants_of_muon_conform(cls, config_class):
+    check(variant(cls), config_class=config_class)
+
+
+def test_a_variant_reads_muons_fields_and_its_own():
+    fields = {"muon_scalar_optimizer": "lion", "muon_split_per_head": True, "muon_limit": 0.2}
+    config = BoundedConfig(optimizer="under_test", lr=0.1, **fields)
+    with registered("under_test", variant(BoundedMuon)), mock.patch.object(checks, "logger") as log:
+        assert resolve(config).scalar == "lion"
+        checks.warn_of_unused(config, "under_test", {"under_test", "lion"})
+        log.warning.assert_not_called()
+        assert entry_kwargs("under_test", config, [], None)["limit"] == 0.2
 
 
 # Faults that the conformance test notices
