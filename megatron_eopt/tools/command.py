@@ -39,7 +39,7 @@ from megatron_eopt.tools.plan.tables import (
 )
 from megatron_eopt.tools.rates import MODES, TP_MODES, Scale, carried, suggested, weights_of
 from megatron_eopt.tools.recipe import NAMES, Recipe, recipe
-from megatron_eopt.tools.replay import replay, scaled
+from megatron_eopt.tools.replay import replay, replay_others, scaled
 
 _NUMBERS = {
     "flops": (float, "peak FLOP/s, dense bfloat16"),
@@ -96,7 +96,7 @@ def command_parser(published: Recipe | None = None) -> argparse.ArgumentParser:
     _add_common(one, published)
     one.set_defaults(run=_plan)
     text = "run the real optimizer step of one rank here, and compare it with the plan"
-    usage = "megatron-eopt replay [--model NAME] [--rank N] [--scale 1/64] [FLAG ...]"
+    usage = "megatron-eopt replay [--model NAME] [--rank N] [--scale 1/64] [--stock] [FLAG ...]"
     real = commands.add_parser(
         "replay", usage=usage, help=text, description=f"{text[0].upper()}{text[1:]}."
     )
@@ -107,6 +107,8 @@ def command_parser(published: Recipe | None = None) -> argparse.ArgumentParser:
     real.add_argument("--rank", type=_rank, metavar="N", help=about)
     about = "elements of each weight, as a part of the model's: 1/4, 1/16, 1/64 (default: 1)"
     real.add_argument("--scale", type=Fraction, default=Fraction(1), metavar="1/N", help=about)
+    about = "also run the same rank with Adam, and with megatron-core's own Muon"
+    real.add_argument("--stock", action="store_true", help=about)
     _add_common(real, published)
     real.set_defaults(run=_replay)
     text = "compare layouts of the same number of GPUs"
@@ -279,14 +281,20 @@ def _replay(arguments: argparse.Namespace, console: Console) -> None:
         if arguments.scale != 1:
             smaller = scaled(request.architecture, arguments.scale)
             request = dataclasses.replace(request, architecture=smaller)
+        if arguments.stock and request.config.optimizer == "adam":
+            # Adam has its own column
+            muon = dataclasses.replace(request.config, optimizer="muon")
+            request = dataclasses.replace(request, config=muon)
         layout = _layout(arguments, request.sources)
         planned = request.plan(layout, tell)
         rank = planned.rank if arguments.rank is None else arguments.rank
-        done = replay(request.architecture, layout, request.config, rank, tell)
+        what = (request.architecture, layout, request.config, rank, tell)
+        done = replay(*what)
+        others = replay_others(*what) if arguments.stock else {}
     if arguments.json:
-        console.print_json(json.dumps(replay_as_dict(done, planned)))
+        console.print_json(json.dumps(replay_as_dict(done, planned, others)))
     else:
-        show_replay(done, planned, request.sources, console)
+        show_replay(done, planned, others, request.sources, console)
 
 
 def _sweep(arguments: argparse.Namespace, console: Console) -> None:

@@ -9,8 +9,14 @@ from rich.table import Table
 
 from megatron_eopt.tools.plan.planning import Plan
 from megatron_eopt.tools.rates import Weights
-from megatron_eopt.tools.replay import Replayed
+from megatron_eopt.tools.replay import Other, Replayed, Run
 from megatron_eopt.wrappers.memory import Memory
+
+_PARTS = ("products", "passes", "copies", "waiting")
+"""Parts of a replayed step."""
+
+_TITLES = {"adam": "Adam", "stock": "Megatron's Muon"}
+"""What others are called in tables."""
 
 _GIB = 2**30
 _TERA = 1e12
@@ -148,9 +154,9 @@ def show_sweep(plans: Sequence[Plan], gpu: str, sources: Sources, console: Conso
     _print(console, title, columns, rows)
 
 
-def replay_as_dict(done: Replayed, plan: Plan) -> dict[str, Any]:
-    """Return a replayed step beside the plan's, as plain values."""
-    return {
+def replay_as_dict(done: Replayed, plan: Plan, others: Mapping[str, Other | str]) -> dict[str, Any]:
+    """Return a replayed step beside the plan's and other optimizers', as plain values."""
+    found = {
         "rank": done.rank,
         "device": done.device,
         "counts_agree": done.agrees,
@@ -158,33 +164,79 @@ def replay_as_dict(done: Replayed, plan: Plan) -> dict[str, Any]:
         "expected": asdict(done.expected.total),
         "memory": asdict(done.report.memory),
         "expected_memory": asdict(done.expected.memory),
-        "allocator_peak": done.peak,
-        "seconds": {"step": done.step, **done.parts},
-        "share_of_iteration": done.step / (done.step + plan.train_step),
         "planned": {**asdict(plan.times), "step": plan.times.step},
         "planned_share": plan.share,
+        **_run_as_dict(done, plan),
+    }
+    for name, other in others.items():
+        found[name] = {"left_out": other} if isinstance(other, str) else _run_as_dict(other, plan)
+        if isinstance(other, Other):
+            share = None if other.share is None else asdict(other.share)
+            found[name] |= {"share": share, "notes": other.notes}
+    return found
+
+
+def _run_as_dict(run: Run, plan: Plan) -> dict[str, Any]:
+    return {
+        "seconds": {"step": run.step, **run.parts},
+        "share_of_iteration": _share(run.step, plan),
+        "peak": run.peak,
+        "elements": run.elements,
     }
 
 
-def show_replay(done: Replayed, plan: Plan, sources: Sources, console: Console) -> None:
-    """Print a replayed step beside the plan's."""
+def _share(step: float, plan: Plan) -> float:
+    return step / (step + plan.train_step)
+
+
+def show_replay(
+    done: Replayed,
+    plan: Plan,
+    others: Mapping[str, Other | str],
+    sources: Sources,
+    console: Console,
+) -> None:
+    """Print a replayed step beside the plan's and those of other optimizers."""
     _show_sources(sources, console)
     counts = "those of the plan" if done.agrees else "NOT those of the plan"
     console.print(f"rank {done.rank} on this {done.device}: kernels, bytes and calls are {counts}")
     times = plan.times
-    figures = {"products": times.products, "passes": times.elements, "copies": None}
-    figures |= {"waiting": times.exposed + times.teams}
-    rows = [
-        (name, _ms(done.parts.get(name, 0.0)), "" if planned is None else _ms(planned))
-        for name, planned in figures.items()
-    ]
-    rows.append(("step", _ms(done.step), _ms(times.step)))
-    share = done.step / (done.step + plan.train_step)
-    rows.append(("share of an iteration", f"{share:.2%}", f"{plan.share:.2%}"))
-    here, dry = _gib(done.report.memory), _gib(done.expected.memory)
-    rows.append(("memory, GiB", f"{here:.3f}", f"{dry:.3f}"))
-    columns = ("", "here, ms", "plan, ms")
-    _print(console, "Replayed step; the plan's passes include copies", columns, rows)
+    planned = {
+        "products": _ms(times.products),
+        "passes": _ms(times.elements),
+        "waiting": _ms(times.exposed + times.teams),
+        "step": _ms(times.step),
+        "of an iteration": f"{plan.share:.2%}",
+        "peak memory, GiB": f"{done.expected.memory.total / _GIB:.3f}",
+    }
+    runs: dict[str, Run] = {"here, ms": done}
+    runs |= {_TITLES[n]: other for n, other in others.items() if isinstance(other, Other)}
+    cells = [_cells(run, plan) for run in runs.values()]
+    rows = [(name, *(cell[name] for cell in cells), planned.get(name, "")) for name in cells[0]]
+    title = "Replayed step in ms; the plan's passes include copies"
+    _print(console, title, ("", *runs, "plan, ms"), rows)
+    for name, other in others.items():
+        if isinstance(other, str):
+            console.print(f"{_TITLES[name]} is left out: {other}")
+            continue
+        for note in other.notes:
+            console.print(f"{_TITLES[name]}: {note}")
+        if other.share is not None:
+            console.print(
+                f"{_TITLES[name]} gives this rank {other.share.matrices} of {other.share.of} "
+                f"matrices; its busiest rank computes {other.share.busiest:.2f} times as much"
+            )
+
+
+def _cells(run: Run, plan: Plan) -> dict[str, str]:
+    """Return a column of the table, by the name of the row."""
+    return {
+        **{part: _ms(run.parts.get(part, 0.0)) for part in _PARTS},
+        "step": _ms(run.step),
+        "of an iteration": f"{_share(run.step, plan):.2%}",
+        "peak memory, GiB": f"{run.peak / _GIB:.3f}",
+        "weights updated": f"{run.elements:,}",
+    }
 
 
 def show_rates(
@@ -220,7 +272,7 @@ def _show_sources(sources: Sources, console: Console) -> None:
 
 
 def _gib(memory: Memory) -> float:
-    return sum(size or 0 for size in asdict(memory).values()) / _GIB
+    return memory.total / _GIB
 
 
 def _print(
