@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from tqdm import tqdm
@@ -213,6 +214,7 @@ def _sources(arguments: argparse.Namespace, architecture: Architecture) -> Sourc
     kept = {n: v for n, v in settings.items() if vars(arguments)[n] == v}
     from_recipe = ", ".join(f"{name} {value}" for name, value in kept.items())
     left_out = [text for flag, text in LEFT_OUT.items() if flags.get(flag)]
+    left_out += published.left_out if published else ()
     optimizer = f"{where}: {from_recipe}" if kept else "flags and recommended defaults"
     return Sources(tokens, {"tokens": source, "optimizer": optimizer}, left_out)
 
@@ -294,7 +296,8 @@ def _replay(arguments: argparse.Namespace, console: Console) -> None:
     if arguments.json:
         console.print_json(json.dumps(replay_as_dict(done, planned, others)))
     else:
-        show_replay(done, planned, others, request.sources, console)
+        which: dict[str, Any] = {"optimizer": request.config.optimizer, "gpu": arguments.gpu}
+        show_replay(done, planned, others, **which, sources=request.sources, console=console)
 
 
 def _sweep(arguments: argparse.Namespace, console: Console) -> None:

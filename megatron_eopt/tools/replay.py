@@ -49,6 +49,9 @@ _SIZES = (
 _COPIES = {"exchange", "copies to the model"}
 """Phases whose kernels only move data."""
 
+_MOST_PER_WEIGHT = 12
+"""Bytes of Adam's state and temporaries for a weight."""
+
 _STEPS = 3
 """Steps that are timed as a whole."""
 
@@ -167,11 +170,12 @@ def replay_others(
             optimizer.step()
             return share_of(optimizer, model, layout) if name == "stock" else None
 
-        tell(f"measuring the memory of rank {rank} with {name}")
+        tell(f"building rank {rank} with {name}")
         with dry_world(rank, layout.world_size, like_cpus=not gpu.is_there()), LiveBytes() as live:
+            # steps of megatron-core need values, so state and temporaries are estimated
             model, optimizer = build()
-            look(model, optimizer)
-            needed = max(live.peak, live.grown)
+            largest = max(param.numel() for param in model.parameters())
+            needed = live.grown + _MOST_PER_WEIGHT * _updated(optimizer) + 16 * largest
             del model, optimizer
         _check_fit(rank, needed, tell)
         tell(f"running the step of rank {rank} with {name}")
@@ -225,9 +229,14 @@ def _run[T](
             step=statistics.median(seconds),
             parts=dict(clock.seconds),
             peak=torch.cuda.max_memory_allocated() - before if on_gpu else kept + live.peak,
-            elements=sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
+            elements=_updated(optimizer),
         )
     return seen, run
+
+
+def _updated(optimizer: Any) -> int:
+    """Return the number of weights that an optimizer updates."""
+    return sum(param.numel() for group in optimizer.param_groups for param in group["params"])
 
 
 def _check_fit(rank: int, needed: int, tell: Callable[[str], None]) -> None:

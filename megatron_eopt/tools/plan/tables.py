@@ -193,10 +193,13 @@ def show_replay(
     done: Replayed,
     plan: Plan,
     others: Mapping[str, Other | str],
+    *,
+    optimizer: str,
+    gpu: str,
     sources: Sources,
     console: Console,
 ) -> None:
-    """Print a replayed step beside the plan's and those of other optimizers."""
+    """Print a replayed step of ``optimizer`` beside the plan's and those of others."""
     _show_sources(sources, console)
     counts = "those of the plan" if done.agrees else "NOT those of the plan"
     console.print(f"rank {done.rank} on this {done.device}: kernels, bytes and calls are {counts}")
@@ -209,12 +212,14 @@ def show_replay(
         "of an iteration": f"{plan.share:.2%}",
         "peak memory, GiB": f"{done.expected.memory.total / _GIB:.3f}",
     }
-    runs: dict[str, Run] = {"here, ms": done}
+    own = f"ours: {optimizer}"
+    runs: dict[str, Run] = {own: done}
     runs |= {_TITLES[n]: other for n, other in others.items() if isinstance(other, Other)}
     cells = [_cells(run, plan) for run in runs.values()]
     rows = [(name, *(cell[name] for cell in cells), planned.get(name, "")) for name in cells[0]]
-    title = "Replayed step in ms; the plan's passes include copies"
-    _print(console, title, ("", *runs, "plan, ms"), rows)
+    title = f"Step here, in ms, beside the plan for {gpu}, whose passes include copies"
+    _print(console, title, ("", *runs, "plan of ours"), rows)
+    console.print(f"The rest of an iteration is predicted for {gpu}.")
     for name, other in others.items():
         if isinstance(other, str):
             console.print(f"{_TITLES[name]} is left out: {other}")
