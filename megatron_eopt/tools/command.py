@@ -285,8 +285,9 @@ def _replay(arguments: argparse.Namespace, console: Console) -> None:
             request = dataclasses.replace(request, architecture=smaller)
         if arguments.stock and request.config.optimizer == "adam":
             # Adam has its own column
-            muon = dataclasses.replace(request.config, optimizer="muon")
-            request = dataclasses.replace(request, config=muon)
+            muon: dict[str, Any] = {"optimizer": "muon"}
+            changed = dataclasses.replace(request.config, **muon)
+            request = dataclasses.replace(request, config=changed)
         layout = _layout(arguments, request.sources)
         planned = request.plan(layout, tell)
         rank = planned.rank if arguments.rank is None else arguments.rank

@@ -29,8 +29,8 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The sum of all, host memory included."""
-        return sum(size or 0 for size in vars(self).values())
+        """Bytes on the device at the peak of a step."""
+        return sum(size or 0 for size in vars(self).values()) - self.host
 
     def __str__(self) -> str:
         """Return one line in MiB."""

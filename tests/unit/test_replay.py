@@ -105,7 +105,8 @@ def memories(name: str, layout: Layout, changes: Any) -> Any:
 @pytest.mark.parametrize("name", ["dense", "experts"])
 def test_plans_know_the_memory_that_a_rank_keeps(name):
     recipe_name, layout, _, changes, _ = CASES[name]
-    planned, real, peak = run_ranks(1, memories, recipe_name, layout, changes, cpu=False)[0]
+    what = (memories, recipe_name, layout, changes)
+    planned, real, peak = run_ranks(1, *what, cpu=False, timeout=300)[0]
     kept = {kind: size for kind, size in planned.items() if kind != "transient"}
     assert kept == pytest.approx({kind: real[kind] for kind in kept}, rel=0.02)
     # all tensors that are alive, also those that no optimizer names
@@ -156,7 +157,9 @@ def test_what_megatron_cannot_do_is_one_sentence():
     with pytest.raises(RankError, match="num_distributed_optimizer_instances"):
         run_ranks(1, shares, DENSE, Layout(data=4, instances=2), cpu=False)
     _, notes = settings_of(
-        EmergingOptimizerConfig(muon_split_per_head=True, muon_scale_mode="adamw_rms", lr=1.0)
+        EmergingOptimizerConfig(
+            optimizer="muon", muon_split_per_head=True, muon_scale_mode="adamw_rms", lr=1.0
+        )
     )
     assert "adamw_rms" in notes[0]
     assert "per head" in notes[1]

@@ -153,7 +153,7 @@ def _checks(steps: "_Steps", stage: Stage) -> Checks | None:
 def adams(config: EmergingOptimizerConfig) -> EmergingOptimizerConfig:
     """Return the same configuration with Adam for all weights."""
     changes: dict[str, Any] = {"muon_overlap_dp_comm": False, "muon_check_fraction": 0.0}
-    return replace(config, optimizer="adam", **changes)
+    return replace(config, **changes | {"optimizer": "adam"})
 
 
 @dataclass(frozen=True)

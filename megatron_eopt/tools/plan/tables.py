@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_eopt.tools.plan.cost import bytes_sent
 from megatron_eopt.tools.plan.planning import Plan
 from megatron_eopt.tools.rates import Weights
 from megatron_eopt.tools.replay import Other, Replayed, Run
@@ -51,7 +52,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "rank": plan.rank,
             "owns": _owned(plan),
             "collectives": [
-                {**call._asdict(), "calls": count} for call, count in report.collectives.items()
+                {**call._asdict(), "calls": count, "bytes_sent": bytes_sent(call) * count}
+                for call, count in report.collectives.items()
             ],
             "host_reads": dict(report.host_reads),
             "memory": asdict(report.memory),
@@ -85,33 +87,36 @@ def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
         "computes most, and holds" if fullest == plan.rank else f"computes most; {fullest} holds"
     )
     console.print(f"Rank {plan.rank} {whose} most memory: {_gib(most):.2f} GiB without activations")
+    # estimates rank stages; the FLOPs are those that are counted below
+    largest = max(max(stage.loads.max() for stage in plan.stages), 1.0)
     rows: list[tuple[str, ...]] = [
         (
             " .. ".join(str(number) for number in sorted({stage.stages[0], stage.stages[-1]})),
             str(stage.busiest),
-            _flops(stage.loads.max()),
+            f"{stage.loads.max() / largest:.0%}",
             f"{stage.imbalance:.2f}",
         )
         for stage in plan.stages
     ]
-    _print(console, "Stages, estimated", ("stages", "busiest rank", "TFLOP", "busiest/mean"), rows)
+    columns = ("stages", "busiest rank", "its products", "busiest/mean")
+    _print(console, "Stages, products relative to the busiest rank's", columns, rows)
     report, times = plan.report, plan.times
     moved = report.bytes_per_element
     rows = [(name, f"{n:,}", f"{moved.get(name, 0):.1f}") for name, n in report.elements.items()]
     rows += [(name, matrices, "") for name, matrices in _owned(plan).items()]
     _print(console, f"Rank {plan.rank}, the busiest", ("optimizer", "updates", "B/element"), rows)
     rows = [
-        (call.name, str(call.ranks), str(count), f"{call.sent * count / 2**20:,.1f}")
+        (call.name, str(call.ranks), str(count), f"{bytes_sent(call) * count / 2**20:,.1f}")
         for call, count in sorted(report.collectives.items())
     ]
-    _print(console, "Collectives of a step", ("call", "ranks", "calls", "MiB of input"), rows)
+    _print(console, "Collectives of a step", ("call", "ranks", "calls", "MiB sent"), rows)
     phases = {": ".join(filter(None, phase)): n for phase, n in report.phases.items()}
     rows = [
         (name, f"{n.kernels:,}", f"{n.bytes / 1e9:,.3f}", _flops(n.flops), f"{n.host_waits}")
         for name, n in {**phases, "total": report.total}.items()
     ]
-    columns = ("phase", "kernels", "GB", "TFLOP", "waits")
-    _print(console, "Kernels and GB except matrix products, and waits of the host", columns, rows)
+    title = "Kernels and GB except matrix products, and waits of the host"
+    _print(console, title, ("phase", "kernels", "GB", "TFLOP", "waits"), rows)
     if plan.checks is not None:
         cost = plan.checks.cost
         rows = [
@@ -126,7 +131,7 @@ def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
         (name, *(f"{(getattr(memory, name) or 0) / _GIB:.2f}" for memory in held.values()))
         for name in kinds
     ]
-    rows.append(("total", *(f"{_gib(memory):.2f}" for memory in held.values())))
+    rows.append(("total, without host", *(f"{_gib(memory):.2f}" for memory in held.values())))
     _print(console, "Memory in GiB", ("kind", *(f"rank {rank}" for rank in held)), rows)
     rows = [(name, _ms(seconds)) for name, seconds in asdict(times).items()]
     rows += [("step, without gather", _ms(times.step))]

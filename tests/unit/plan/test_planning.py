@@ -144,6 +144,10 @@ def test_collectives_know_where_their_ranks_are():
         for call in rank["collectives"]
         if call["name"] == "allgather_into_tensor_coalesced"
     }
+    for call in rank["collectives"]:
+        if call["name"] == "allgather_into_tensor_coalesced":
+            # in a ring, each rank sends the shards of all others on
+            assert call["bytes_sent"] == call["sent"] * (call["ranks"] - 1) * call["calls"]
     experts = rank["rank"] % 2
     assert gathered == {(4, 0, 3), (2, experts, experts + 2)}
 
