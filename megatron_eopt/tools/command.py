@@ -24,6 +24,7 @@ from megatron_eopt.base.errors import (
     check_number,
 )
 from megatron_eopt.config.config import EmergingOptimizerConfig
+from megatron_eopt.config.settings import resolve
 from megatron_eopt.tools.explain import explain, show
 from megatron_eopt.tools.plan.architectures import LEFT_OUT, Architecture, add_flags, from_flags
 from megatron_eopt.tools.plan.machine import MACHINES, Machine
@@ -278,16 +279,13 @@ def _plan(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _replay(arguments: argparse.Namespace, console: Console) -> None:
+    if arguments.stock and arguments.optimizer == "adam":
+        arguments.optimizer = "muon"  # Adam has its own column
     with _progress() as tell:
         request = _request(arguments)
         if arguments.scale != 1:
             smaller = scaled(request.architecture, arguments.scale)
             request = dataclasses.replace(request, architecture=smaller)
-        if arguments.stock and request.config.optimizer == "adam":
-            # Adam has its own column
-            muon: dict[str, Any] = {"optimizer": "muon"}
-            changed = dataclasses.replace(request.config, **muon)
-            request = dataclasses.replace(request, config=changed)
         layout = _layout(arguments, request.sources)
         planned = request.plan(layout, tell)
         rank = planned.rank if arguments.rank is None else arguments.rank
@@ -297,8 +295,9 @@ def _replay(arguments: argparse.Namespace, console: Console) -> None:
     if arguments.json:
         console.print_json(json.dumps(replay_as_dict(done, planned, others)))
     else:
-        which: dict[str, Any] = {"optimizer": request.config.optimizer, "gpu": arguments.gpu}
-        show_replay(done, planned, others, **which, sources=request.sources, console=console)
+        how: dict[str, Any] = {"gpu": arguments.gpu, "sources": request.sources}
+        how["optimizer"] = resolve(request.config).optimizer
+        show_replay(done, planned, others, **how, console=console)
 
 
 def _sweep(arguments: argparse.Namespace, console: Console) -> None:

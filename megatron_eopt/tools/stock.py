@@ -45,16 +45,17 @@ def settings_of(config: EmergingOptimizerConfig) -> tuple[OptimizerConfig, list[
     Raises:
         ConfigurationError: If the optimizer is not one of its Muons.
     """
-    if config.optimizer not in _KINDS:
+    settings = resolve(config)
+    if settings.optimizer not in _KINDS:
         rule = f"is not compared with megatron-core's: only {' and '.join(_KINDS)} are"
-        raise ConfigurationError("--optimizer", config.optimizer, rule, "Leave out --stock")
-    full, notes = resolve(config).config, []
+        raise ConfigurationError("--optimizer", settings.optimizer, rule, "Leave out --stock")
+    full, notes = settings.config, []
     given = {f.name: getattr(full, f.name) for f in fields(OptimizerConfig) if f.init}
     scale, scales = given["muon_scale_mode"], get_args(MuonScaleT)
     if scale not in scales:
         notes.append(f"it has no scale mode {scale}, so it runs spectral, which takes as long")
         given["muon_scale_mode"] = "spectral"
-    if config.muon_split_per_head:
+    if "per_head" in settings.splits:
         notes.append("it has no matrix per head, so it orthogonalizes larger matrices")
     if given["muon_tp_mode"] not in ("blockwise", "duplicated", "distributed"):
         given["muon_tp_mode"] = "duplicated"
