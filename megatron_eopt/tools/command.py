@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from tqdm import tqdm
@@ -23,6 +24,7 @@ from megatron_eopt.base.errors import (
     check_number,
 )
 from megatron_eopt.config.config import EmergingOptimizerConfig
+from megatron_eopt.config.settings import resolve
 from megatron_eopt.tools.explain import explain, show
 from megatron_eopt.tools.plan.architectures import LEFT_OUT, Architecture, add_flags, from_flags
 from megatron_eopt.tools.plan.machine import MACHINES, Machine
@@ -39,7 +41,7 @@ from megatron_eopt.tools.plan.tables import (
 )
 from megatron_eopt.tools.rates import MODES, TP_MODES, Scale, carried, suggested, weights_of
 from megatron_eopt.tools.recipe import NAMES, Recipe, recipe
-from megatron_eopt.tools.replay import replay, scaled
+from megatron_eopt.tools.replay import replay, replay_others, scaled
 
 _NUMBERS = {
     "flops": (float, "peak FLOP/s, dense bfloat16"),
@@ -97,7 +99,7 @@ def command_parser(published: Recipe | None = None) -> argparse.ArgumentParser:
     _add_common(one, published)
     one.set_defaults(run=_plan)
     text = "run the real optimizer step of one rank here, and compare it with the plan"
-    usage = "megatron-eopt replay [--model NAME] [--rank N] [--scale 1/64] [FLAG ...]"
+    usage = "megatron-eopt replay [--model NAME] [--rank N] [--scale 1/64] [--stock] [FLAG ...]"
     real = commands.add_parser(
         "replay", usage=usage, help=text, description=f"{text[0].upper()}{text[1:]}."
     )
@@ -108,6 +110,8 @@ def command_parser(published: Recipe | None = None) -> argparse.ArgumentParser:
     real.add_argument("--rank", type=_rank, metavar="N", help=about)
     about = "elements of each weight, as a part of the model's: 1/4, 1/16, 1/64 (default: 1)"
     real.add_argument("--scale", type=Fraction, default=Fraction(1), metavar="1/N", help=about)
+    about = "also run the same rank with Adam, and with megatron-core's own Muon"
+    real.add_argument("--stock", action="store_true", help=about)
     _add_common(real, published)
     real.set_defaults(run=_replay)
     text = "compare layouts of the same number of GPUs"
@@ -212,6 +216,7 @@ def _sources(arguments: argparse.Namespace, architecture: Architecture) -> Sourc
     kept = {n: v for n, v in settings.items() if vars(arguments)[n] == v}
     from_recipe = ", ".join(f"{name} {value}" for name, value in kept.items())
     left_out = [text for flag, text in LEFT_OUT.items() if flags.get(flag)]
+    left_out += published.left_out if published else ()
     optimizer = f"{where}: {from_recipe}" if kept else "flags and recommended defaults"
     return Sources(tokens, {"tokens": source, "optimizer": optimizer}, left_out)
 
@@ -275,6 +280,8 @@ def _plan(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _replay(arguments: argparse.Namespace, console: Console) -> None:
+    if arguments.stock and arguments.optimizer == "adam":
+        arguments.optimizer = "muon"  # Adam has its own column
     with _progress() as tell:
         request = _request(arguments)
         if arguments.scale != 1:
@@ -283,11 +290,15 @@ def _replay(arguments: argparse.Namespace, console: Console) -> None:
         layout = _layout(arguments, request.sources)
         planned = request.plan(layout, tell)
         rank = planned.rank if arguments.rank is None else arguments.rank
-        done = replay(request.architecture, layout, request.config, rank, tell)
+        what = (request.architecture, layout, request.config, rank, tell)
+        done = replay(*what)
+        others = replay_others(*what) if arguments.stock else {}
     if arguments.json:
-        console.print_json(json.dumps(replay_as_dict(done, planned)))
+        console.print_json(json.dumps(replay_as_dict(done, planned, others)))
     else:
-        show_replay(done, planned, request.sources, console)
+        how: dict[str, Any] = {"gpu": arguments.gpu, "sources": request.sources}
+        how["optimizer"] = resolve(request.config).optimizer
+        show_replay(done, planned, others, **how, console=console)
 
 
 def _sweep(arguments: argparse.Namespace, console: Console) -> None:

@@ -33,6 +33,7 @@ class Recipe:
     layout: Mapping[str, Any]  # "flags" of one layout to plan with, and "why" it was chosen
     small: dict[str, Any]  # changes for a model that trains on a CPU in seconds; None drops a flag
     notes: Sequence[str]  # what the flags do not cover
+    left_out: Sequence[str] = ()  # parts of the model that plans leave out, with their sizes
     base: str | None = None  # name of the recipe whose fields this one changes
 
     @property

@@ -4,14 +4,15 @@ The rank's shards, state and buffers are real. Collectives send nothing: what ot
 is random, and the time to make it up counts as waiting.
 """
 
+import gc
 import math
 import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -21,11 +22,14 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron_eopt.base import gpu
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.tools.dry_run import Report, dry_world, report_of
 from megatron_eopt.tools.dry_run.counting import current_phase
 from megatron_eopt.tools.plan.architectures import Architecture
 from megatron_eopt.tools.plan.model import Layout, build_stage
+from megatron_eopt.tools.plan.planning import adams
+from megatron_eopt.tools.stock import REFUSALS, Share, settings_of, share_of, stock_muon
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 
 _SIZES = (
@@ -45,26 +49,44 @@ _SIZES = (
 _COPIES = {"exchange", "copies to the model"}
 """Phases whose kernels only move data."""
 
+_MOST_PER_WEIGHT = 12
+"""Bytes of Adam's state and temporaries for a weight."""
+
 _STEPS = 3
 """Steps that are timed as a whole."""
 
 
-@dataclass(frozen=True)
-class Replayed:
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a rank's step took on this machine."""
+
+    step: float  # seconds of a step, the median of several
+    parts: Mapping[str, float]  # seconds by part, of a step whose parts waited for each other
+    peak: int  # bytes at the peak of a step: the GPU's allocator's, or of tensors on a CPU
+    elements: int  # number of weights that the rank updates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed(Run):
     """What a rank's step did on this machine, and what the dry run said."""
 
     rank: int
     device: str
     report: Report  # counted while the real step ran
     expected: Report  # of the dry run
-    step: float  # seconds of a step, the median of several
-    parts: Mapping[str, float]  # seconds by part, of a step whose parts waited for each other
-    peak: int | None  # bytes at the peak that the GPU's allocator saw, None on a CPU
 
     @property
     def agrees(self) -> bool:
         """Whether kernels, bytes, FLOPs, waits and collectives are those of the dry run."""
         return figures(self.report) == figures(self.expected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Other(Run):
+    """What another optimizer's step took on the same rank."""
+
+    share: Share | None  # of megatron-core's Muon: which matrices the rank has
+    notes: tuple[str, ...]  # how it differs from ours
 
 
 def figures(report: Report) -> tuple[Any, ...]:
@@ -110,43 +132,122 @@ def replay(
     Raises:
         ConfigurationError: If the rank does not fit into memory.
     """
-    on_gpu = gpu.is_there()
+
+    def build() -> tuple[Any, Any]:
+        model = build_stage(architecture, layout)
+        return model, get_megatron_optimizer(config, [model])
+
     tell(f"counting the step of rank {rank}")
-    with dry_world(rank, layout.world_size, like_cpus=not on_gpu):
-        optimizer = get_megatron_optimizer(config, [build_stage(architecture, layout)])
-        expected = report_of(optimizer, lambda: None)
-    # with the peak of the step, which the dry run has counted
-    needed = sum(size or 0 for size in asdict(expected.memory).values())
-    free = torch.cuda.mem_get_info()[0] if on_gpu else _free_memory()
+    with dry_world(rank, layout.world_size, like_cpus=not gpu.is_there()):
+        expected = report_of(build()[1], lambda: None)
+    # on a CPU, "host memory" is the same memory
+    host = 0 if gpu.is_there() else expected.memory.host
+    _check_fit(rank, expected.memory.total + host, tell)
+    tell(f"running the step of rank {rank}")
+    report, run = _run(rank, layout, build, lambda _, optimizer: report_of(optimizer, lambda: None))
+    return Replayed(
+        rank=rank,
+        device=torch.cuda.get_device_name() if gpu.is_there() else "CPU",
+        report=report,
+        expected=expected,
+        **vars(run),
+    )
+
+
+def replay_others(
+    architecture: Architecture,
+    layout: Layout,
+    config: EmergingOptimizerConfig,
+    rank: int,
+    tell: Callable[[str], None] = lambda _: None,
+) -> dict[str, Other | str]:
+    """Run the step of the same rank with Adam, and with megatron-core's own Muon.
+
+    Returns:
+        What each did, or one sentence that says why it cannot be run.
+    """
+    found: dict[str, Other | str] = {}
+
+    def add(name: str, build: Callable[[], tuple[Any, Any]], notes: Sequence[str]) -> None:
+        def look(model: Any, optimizer: Any) -> Share | None:
+            optimizer.step()
+            return share_of(optimizer, model, layout) if name == "stock" else None
+
+        tell(f"building rank {rank} with {name}")
+        with dry_world(rank, layout.world_size, like_cpus=not gpu.is_there()), LiveBytes() as live:
+            # steps of megatron-core need values, so state and temporaries are estimated
+            model, optimizer = build()
+            largest = max(param.numel() for param in model.parameters())
+            needed = live.grown + _MOST_PER_WEIGHT * _updated(optimizer) + 16 * largest
+            del model, optimizer
+        _check_fit(rank, needed, tell)
+        tell(f"running the step of rank {rank} with {name}")
+        share, run = _run(rank, layout, build, look)
+        found[name] = Other(share=share, notes=tuple(notes), **vars(run))
+
+    def adam() -> tuple[Any, Any]:
+        model = build_stage(architecture, layout)
+        return model, get_megatron_optimizer(adams(config), [model])
+
+    try:
+        add("adam", adam, ())
+    except ConfigurationError as error:
+        found["adam"] = str(error)
+    try:
+        theirs, notes = settings_of(config)
+        add("stock", lambda: stock_muon(architecture, layout, theirs), notes)
+    except (ConfigurationError, *REFUSALS) as error:
+        found["stock"] = " ".join(str(error).split())
+    return found
+
+
+def _run[T](
+    rank: int,
+    layout: Layout,
+    build: Callable[[], tuple[Any, Any]],
+    look: Callable[[Any, Any], T],
+) -> tuple[T, Run]:
+    """Build a model and its optimizer, let ``look`` run the first steps, and time others."""
+    on_gpu = gpu.is_there()
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    with dry_world(rank, layout.world_size, cuda=nullcontext() if on_gpu else None, real=True):
+        with LiveBytes() as held:
+            model, optimizer = build()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.normal_(std=0.02)
+                    # so small that clipping, which would be counted, has nothing to do
+                    param.main_grad.normal_(std=1e-9)
+            seen = look(model, optimizer)
+            kept = held.grown
+        seconds = [_timed(optimizer) for _ in range(_STEPS)]
+        # the clock is inside, so that it does not see what counting takes
+        with _Clock() as clock, LiveBytes() as live:
+            optimizer.step()
+        run = Run(
+            step=statistics.median(seconds),
+            parts=dict(clock.seconds),
+            peak=torch.cuda.max_memory_allocated() - before if on_gpu else kept + live.peak,
+            elements=_updated(optimizer),
+        )
+    return seen, run
+
+
+def _updated(optimizer: Any) -> int:
+    """Return the number of weights that an optimizer updates."""
+    return sum(param.numel() for group in optimizer.param_groups for param in group["params"])
+
+
+def _check_fit(rank: int, needed: int, tell: Callable[[str], None]) -> None:
+    free = torch.cuda.mem_get_info()[0] if gpu.is_there() else _free_memory()
     tell(f"rank {rank} needs {needed / 2**30:.2f} GiB of {free / 2**30:.2f} GiB")
     if needed > free:
         rule = f"needs {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free"
         raise ConfigurationError("rank", rank, rule, "Use --scale 1/64, or a larger layout")
-    cuda = nullcontext() if on_gpu else None
-    with dry_world(rank, layout.world_size, cuda=cuda, real=True):
-        model = build_stage(architecture, layout)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.normal_(std=0.02)
-                # so small that clipping, which would be counted, has nothing to do
-                param.main_grad.normal_(std=1e-9)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        tell(f"running the step of rank {rank}")
-        optimizer = get_megatron_optimizer(config, [model])
-        report = report_of(optimizer, lambda: None)
-        seconds = [_timed(optimizer) for _ in range(_STEPS)]
-        with _Clock() as clock:
-            optimizer.step()
-    return Replayed(
-        rank=rank,
-        device=torch.cuda.get_device_name() if on_gpu else "CPU",
-        report=report,
-        expected=expected,
-        step=statistics.median(seconds),
-        parts=dict(clock.seconds),
-        peak=torch.cuda.max_memory_allocated() if on_gpu else None,
-    )
 
 
 def _timed(optimizer: Any) -> float:

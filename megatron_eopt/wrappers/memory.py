@@ -27,6 +27,11 @@ class Memory:
     # peak of a step above all of this; None until a step was measured
     transient: int | None = None
 
+    @property
+    def total(self) -> int:
+        """Bytes on the device at the peak of a step."""
+        return sum(size or 0 for size in vars(self).values()) - self.host
+
     def __str__(self) -> str:
         """Return one line in MiB."""
         found = [(field.name, getattr(self, field.name)) for field in fields(self)]

@@ -52,8 +52,10 @@ def test_plans_of_recipes_take_what_the_recipe_says():
     longer = [*recipe, "--seq-length", "8192", "--pp", "16"]
     other = ["plan", *SMALL, "--json"]
     given = [*recipe, "--pp", "16", "--tokens", "5000", "--json"]
-    texts = run_ranks(1, printed, recipe, [*longer, "--json"], other, given, cpu=False)[0]
-    assert [status for status, *_ in texts] == [0] * 4, texts
+    sparse = ["plan", "--model", "glm-5.2", *SHORT.split(), "--pp", "16", "--json"]
+    commands = (recipe, [*longer, "--json"], other, given, sparse)
+    texts = run_ranks(1, printed, *commands, cpu=False, timeout=200)[0]
+    assert [status for status, *_ in texts] == [0] * 5, texts
     shown = " ".join(texts[0][1].split())
     for words in (
         "tokens per step: 67,108,864 tokens from: 16,384 sequences of 4,096, recipe kimi-k2",
@@ -63,7 +65,8 @@ def test_plans_of_recipes_take_what_the_recipe_says():
         "holds most memory",
     ):
         assert words in shown
-    pipeline, unknown, few = (json.loads(text[1]) for text in texts[1:])
+    pipeline, unknown, few, glm = (json.loads(text[1]) for text in texts[1:])
+    assert any("indexer" in text for text in glm["left_out"])
     assert pipeline["tokens"] == 16384 * 8192
     assert pipeline["layout"]["data"] == 1
     assert "not given are 1" in pipeline["taken"]["layout"]

@@ -10,10 +10,16 @@ import pytest
 import torch.distributed as dist
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
+from megatron_eopt.tools.dry_run import dry_world
+from megatron_eopt.tools.plan.architectures import Architecture
+from megatron_eopt.tools.plan.machine import MACHINES
 from megatron_eopt.tools.plan.model import Layout
+from megatron_eopt.tools.plan.planning import plan
 from megatron_eopt.tools.recipe import NAMES, recipe
 from megatron_eopt.tools.replay import Replayed, figures, replay, scaled
-from tests.harness import run_ranks
+from megatron_eopt.tools.stock import Share, settings_of, share_of, stock_muon
+from tests.harness import RankError, run_ranks
+from tests.unit.plan.test_model import DENSE, MIXED
 from tests.unit.test_command import SMALL, printed
 
 SCALE = Fraction(1, 64)
@@ -82,6 +88,81 @@ def test_a_replayed_step_is_the_one_that_was_counted(name):
 def test_every_recipe_can_be_replayed(name):
     found, _ = run_ranks(1, replayed, name, None, 0, {}, {}, cpu=False, timeout=900)[0]
     check(found)
+
+
+def memories(name: str, layout: Layout, changes: Any) -> Any:
+    dist.destroy_process_group()
+    one = recipe(name)
+    config = EmergingOptimizerConfig(
+        lr=1e-3, bf16=True, use_distributed_optimizer=True, **one.optimizer_settings
+    )
+    model = scaled(one.architecture(**changes), SCALE)
+    planned = plan(model, layout, MACHINES["H100"], config, tokens=2**22)
+    done = replay(model, layout, config, planned.rank)
+    return asdict(planned.report.memory), asdict(done.report.memory), done.peak
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_plans_know_the_memory_that_a_rank_keeps(name):
+    recipe_name, layout, _, changes, _ = CASES[name]
+    what = (memories, recipe_name, layout, changes)
+    planned, real, peak = run_ranks(1, *what, cpu=False, timeout=300)[0]
+    kept = {kind: size for kind, size in planned.items() if kind != "transient"}
+    assert kept == pytest.approx({kind: real[kind] for kind in kept}, rel=0.02)
+    # all tensors that are alive, also those that no optimizer names
+    assert sum(kept.values()) == pytest.approx(peak - real["transient"], rel=0.02)
+
+
+def test_the_same_rank_runs_with_adam_and_with_megatrons_muon():
+    words = ["replay", *SMALL, "--dp", "4", "--rank", "2", "--stock", "--optimizer", "adam"]
+    data, shown = run_ranks(1, printed, [*words, "--json"], words, cpu=False, timeout=300)[0]
+    found = json.loads(data[1])
+    assert found["counts_agree"] is True
+    runs = (found, found["adam"], found["stock"])
+    assert [run["seconds"].get("products", 0) > 0 for run in runs] == [True, False, True]
+    for run in runs:
+        assert run["seconds"]["step"] > 0
+        assert 0 < run["share_of_iteration"] < 1
+        assert 0 < run["elements"] <= run["peak"]
+    assert found["elements"] == found["adam"]["elements"]
+    text = " ".join(shown[1].split())
+    for words in ("ours: muon", "Adam", "Megatron's Muon", "plan of ours", "of 8 matrices"):
+        assert words in text
+
+
+def shares(architecture: Architecture, layout: Layout) -> list[Share]:
+    dist.destroy_process_group()
+    config, _ = settings_of(EmergingOptimizerConfig(optimizer="muon", lr=1e-3, bf16=True))
+    found = []
+    for rank in range(layout.world_size):
+        with dry_world(rank, layout.world_size):
+            model, optimizer = stock_muon(architecture, layout, config)
+            found.append(share_of(optimizer, model, layout))
+    return found
+
+
+def test_megatron_gives_each_matrix_to_one_data_parallel_rank():
+    found = run_ranks(1, shares, DENSE, Layout(data=4), cpu=False)[0]
+    assert sum(share.matrices for share in found) == found[0].of == 12
+    assert min(share.busiest for share in found) == 1
+    # two experts-parallel groups have experts of their own
+    found = run_ranks(1, shares, MIXED, Layout(data=4, expert=2), cpu=False)[0]
+    experts = 3 * 2 * 2
+    assert sum(share.matrices for share in found) == found[0].of + experts
+
+
+def test_what_megatron_cannot_do_is_one_sentence():
+    with pytest.raises(ConfigurationError, match="only muon and adaptive_muon"):
+        settings_of(EmergingOptimizerConfig(optimizer="soap", lr=1e-3))
+    with pytest.raises(RankError, match="num_distributed_optimizer_instances"):
+        run_ranks(1, shares, DENSE, Layout(data=4, instances=2), cpu=False)
+    _, notes = settings_of(
+        EmergingOptimizerConfig(
+            optimizer="muon", muon_split_per_head=True, muon_scale_mode="adamw_rms", lr=1.0
+        )
+    )
+    assert "adamw_rms" in notes[0]
+    assert "per head" in notes[1]
 
 
 def test_the_command_shows_both():

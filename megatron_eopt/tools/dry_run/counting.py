@@ -60,6 +60,8 @@ _PHASES = {
     "megatron_eopt.wrappers.zero1.optimizer": "copies to the model",
     "megatron_eopt.wrappers.replicated": "copies to the model",
     "megatron_eopt.wrappers.dtensors": "copies to the model",
+    "megatron.core.optimizer.optimizer._copy_main_params_to_model_params": "copies to the model",
+    "megatron.core.optimizer.distrib_optimizer._copy_main_params": "copies to the model",
 }
 """Phase by the prefix of a function's full name; the innermost matching function decides."""
 

@@ -6,13 +6,13 @@ Large ranks have thousands of them, and running each takes minutes.
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.cpu.patches import Patch
-from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import Orthogonalization
 from megatron_eopt.tools.dry_run.counting import Counts, updating_optimizer
 
@@ -25,21 +25,14 @@ def counting_once() -> Patch:
     compute = Orthogonalization.factors_
     known: dict[Hashable, tuple[Counts, list[int]]] = {}
 
-    def factors_(
-        self: Orthogonalization,
-        stack: Tensor,
-        reduce: ReduceT | None,
-        shape: tuple[int, int],
-        scales: tuple[float, ...] = (),
-        squares: Tensor | None = None,
-    ) -> None:
+    def factors_(*args: Any, **kwargs: Any) -> None:
         modes = _get_current_dispatch_mode_stack()  # type: ignore[no-untyped-call]
         live = [mode for mode in modes if isinstance(mode, LiveBytes)]
         counts = [mode for mode in modes if isinstance(mode, Counts)]
         # a first step may do more than the following ones, so each block counts its own
         block = (updating_optimizer(), *map(id, (*live, *counts)))
-        how = (reduce, shape, scales, None if squares is None else squares.shape)
-        key = (block, self, stack.shape, stack.stride(), stack.dtype, *how)
+        how = (*map(_kind, args), *((name, _kind(kwargs[name])) for name in sorted(kwargs)))
+        key = (block, *how)
         if key in known:
             once, growths = known[key]
             for each in counts:
@@ -48,10 +41,18 @@ def counting_once() -> Patch:
                 tracker.rise(growth)
         else:
             with Counts() as once, _growths(live) as growths:
-                compute(self, stack, reduce, shape, scales, squares)
+                result: object = compute(*args, **kwargs)  # type: ignore[func-returns-value]
+            if result is not None:
+                raise TypeError("factors_ must work in place, or equal stacks cannot be skipped")
             known[key] = (once, growths)
 
-    return Patch(Orthogonalization, compute.__name__, factors_)
+    return Patch(Orthogonalization, "factors_", factors_)
+
+
+def _kind(value: Any) -> Hashable:
+    """Return what an argument shares with others that cause the same work."""
+    is_tensor = isinstance(value, Tensor)
+    return (value.shape, value.stride(), value.dtype) if is_tensor else value
 
 
 @contextmanager

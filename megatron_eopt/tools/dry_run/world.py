@@ -45,7 +45,7 @@ _VIEWS = {
 }
 """The operators that are called most, whose results share their first argument's memory."""
 
-_RECEIVING = {"alltoall_base_", "_allgather_base_"}
+_RECEIVING = {"alltoall_base_", "_allgather_base_", "allgather_"}
 """Collectives that fill tensors without values."""
 
 _OF_DTYPE = {dtype: torch.empty(0, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
@@ -103,6 +103,8 @@ def dry_world(
     distributed.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     patches = [
         *(Patch(owner, "new_group", peers.new_group) for owner in (distributed, distributed_c10d)),
+        # fake tensors cannot become bytes
+        Patch(distributed, "all_gather_object", peers.all_gather_object),
         # device meshes read rank numbers, so their tensors must be real
         Patch(DeviceMesh, "from_group", staticmethod(_with_values(DeviceMesh.from_group))),
         Patch(DeviceMesh, "__init__", _with_values(DeviceMesh.__init__)),
@@ -196,6 +198,12 @@ class _Peers:
         """Return this rank's value for every rank."""
         # peers of one group do alike, except for what ``group_ranks`` tells
         return [value] * distributed.get_world_size(group)
+
+    def all_gather_object(
+        self, found: list[Any], value: Any, group: distributed.ProcessGroup | None = None
+    ) -> None:
+        """Do the same as torch's function."""
+        found[:] = self.gather_objects(value, group)
 
     def group_ranks(self, group: distributed.ProcessGroup | None) -> list[GroupRank]:
         """Return every rank's position in its group with the same description and size."""

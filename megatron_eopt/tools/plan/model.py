@@ -90,7 +90,11 @@ def stage_kinds(architecture: Architecture, layout: Layout) -> list[tuple[int, .
 
 
 def build_stage(
-    architecture: Architecture, layout: Layout, *, overlaps: bool = False
+    architecture: Architecture,
+    layout: Layout,
+    *,
+    overlaps: bool = False,
+    layer_wise: bool = False,
 ) -> DistributedDataParallel:
     """Initialize megatron-core's process groups and build this rank's only model chunk.
 
@@ -101,12 +105,13 @@ def build_stage(
         architecture: The model.
         layout: The parallel sizes; their number of ranks must be the world size.
         overlaps: Whether gradients are reduced and parameters gathered bucket by bucket.
+        layer_wise: Whether buffers are for megatron-core's own layer-wise optimizer.
 
     Raises:
         ConfigurationError: If megatron-core does not support the architecture at this layout.
     """
     try:
-        return _built(architecture, layout, overlaps)
+        return _built(architecture, layout, overlaps, layer_wise)
     except (AssertionError, RuntimeError, ValueError) as error:
         if isinstance(error, ConfigurationError):
             raise
@@ -116,7 +121,9 @@ def build_stage(
         raise ConfigurationError("layout", layout, rule, hint) from error
 
 
-def _built(architecture: Architecture, layout: Layout, overlaps: bool) -> DistributedDataParallel:
+def _built(
+    architecture: Architecture, layout: Layout, overlaps: bool, layer_wise: bool
+) -> DistributedDataParallel:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -151,7 +158,14 @@ def _built(architecture: Architecture, layout: Layout, overlaps: bool) -> Distri
         overlap_param_gather=overlaps,
         num_distributed_optimizer_instances=layout.instances,
     )
-    return DistributedDataParallel(config, ddp, model)
+    if not layer_wise:
+        return DistributedDataParallel(config, ddp, model)
+    # this import must come after the device is chosen
+    from megatron.training.training import wrap_model_chunks_with_ddp
+
+    own: dict[str, Any] = {"use_layer_wise_distributed_optimizer": True}
+    wrapped: list[DistributedDataParallel] = wrap_model_chunks_with_ddp([model], config, ddp, **own)
+    return wrapped[0]
 
 
 def transformer_config(architecture: Architecture, layout: Layout) -> TransformerConfig:

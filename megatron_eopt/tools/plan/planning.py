@@ -188,6 +188,12 @@ def _checks(optimizer: Any, usual: Report) -> Checks | None:
     return Checks(checks.cycle / number, once, means, peak)
 
 
+def adams(config: EmergingOptimizerConfig) -> EmergingOptimizerConfig:
+    """Return the same configuration with Adam for all weights."""
+    changes: dict[str, Any] = {"muon_overlap_dp_comm": False, "muon_check_fraction": 0.0}
+    return replace(config, **changes | {"optimizer": "adam"})
+
+
 @dataclass(frozen=True)
 class _Steps:
     """What a rank's step does, and how long it takes."""
@@ -272,9 +278,7 @@ class _DryRuns:
 
     def _adam_on(self, model: DistributedDataParallel) -> Times:
         self._tell("counting Adam's step")
-        changes: dict[str, Any] = {"optimizer": "adam", "muon_overlap_dp_comm": False}
-        changes["muon_check_fraction"] = 0.0
-        adam = get_megatron_optimizer(replace(self._config, **changes), [model])
+        adam = get_megatron_optimizer(adams(self._config), [model])
         return times(report_of(adam, lambda: None), self._machine)
 
 

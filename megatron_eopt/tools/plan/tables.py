@@ -7,10 +7,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_eopt.tools.plan.cost import bytes_sent
 from megatron_eopt.tools.plan.planning import Checks, Plan
 from megatron_eopt.tools.rates import Weights
-from megatron_eopt.tools.replay import Replayed
+from megatron_eopt.tools.replay import Other, Replayed, Run
 from megatron_eopt.wrappers.memory import Memory
+
+_PARTS = ("products", "passes", "copies", "waiting")
+"""Parts of a replayed step."""
+
+_TITLES = {"adam": "Adam", "stock": "Megatron's Muon"}
+"""What others are called in tables."""
 
 _GIB = 2**30
 _TERA = 1e12
@@ -45,7 +52,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "rank": plan.rank,
             "owns": _owned(plan),
             "collectives": [
-                {**call._asdict(), "calls": count} for call, count in report.collectives.items()
+                {**call._asdict(), "calls": count, "bytes_sent": bytes_sent(call) * count}
+                for call, count in report.collectives.items()
             ],
             "host_reads": dict(report.host_reads),
             "memory": asdict(report.memory),
@@ -85,33 +93,36 @@ def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
         "computes most, and holds" if fullest == plan.rank else f"computes most; {fullest} holds"
     )
     console.print(f"Rank {plan.rank} {whose} most memory: {_gib(most):.2f} GiB without activations")
+    # estimates rank stages; the FLOPs are those that are counted below
+    largest = max(max(stage.loads.max() for stage in plan.stages), 1.0)
     rows: list[tuple[str, ...]] = [
         (
             " .. ".join(str(number) for number in sorted({stage.stages[0], stage.stages[-1]})),
             str(stage.busiest),
-            _flops(stage.loads.max()),
+            f"{stage.loads.max() / largest:.0%}",
             f"{stage.imbalance:.2f}",
         )
         for stage in plan.stages
     ]
-    _print(console, "Stages, estimated", ("stages", "busiest rank", "TFLOP", "busiest/mean"), rows)
+    columns = ("stages", "busiest rank", "its products", "busiest/mean")
+    _print(console, "Stages, products relative to the busiest rank's", columns, rows)
     report, times = plan.report, plan.times
     moved = report.bytes_per_element
     rows = [(name, f"{n:,}", f"{moved.get(name, 0):.1f}") for name, n in report.elements.items()]
     rows += [(name, matrices, "") for name, matrices in _owned(plan).items()]
     _print(console, f"Rank {plan.rank}, the busiest", ("optimizer", "updates", "B/element"), rows)
     rows = [
-        (call.name, str(call.ranks), str(count), f"{call.sent * count / 2**20:,.1f}")
+        (call.name, str(call.ranks), str(count), f"{bytes_sent(call) * count / 2**20:,.1f}")
         for call, count in sorted(report.collectives.items())
     ]
-    _print(console, "Collectives of a step", ("call", "ranks", "calls", "MiB of input"), rows)
+    _print(console, "Collectives of a step", ("call", "ranks", "calls", "MiB sent"), rows)
     phases = {": ".join(filter(None, phase)): n for phase, n in report.phases.items()}
     rows = [
         (name, f"{n.kernels:,}", f"{n.bytes / 1e9:,.3f}", _flops(n.flops), f"{n.host_waits}")
         for name, n in {**phases, "total": report.total}.items()
     ]
-    columns = ("phase", "kernels", "GB", "TFLOP", "waits")
-    _print(console, "Kernels and GB except matrix products, and waits of the host", columns, rows)
+    title = "Kernels and GB except matrix products, and waits of the host"
+    _print(console, title, ("phase", "kernels", "GB", "TFLOP", "waits"), rows)
     if plan.checks is not None:
         usual, checking = vars(plan.checks.usual), vars(plan.checks.checking)
         units = {"flops": ("TFLOP of products", _TERA), "bytes": ("MiB sent", 2**20)}
@@ -132,7 +143,7 @@ def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
         (name, *(f"{(getattr(memory, name) or 0) / _GIB:.2f}" for memory in held.values()))
         for name in kinds
     ]
-    rows.append(("total", *(f"{_gib(memory):.2f}" for memory in held.values())))
+    rows.append(("total, without host", *(f"{_gib(memory):.2f}" for memory in held.values())))
     _print(console, "Memory in GiB", ("kind", *(f"rank {rank}" for rank in held)), rows)
     rows = [(name, _ms(seconds)) for name, seconds in asdict(times).items()]
     rows += [("step, without gather", _ms(times.step))]
@@ -160,9 +171,9 @@ def show_sweep(plans: Sequence[Plan], gpu: str, sources: Sources, console: Conso
     _print(console, title, columns, rows)
 
 
-def replay_as_dict(done: Replayed, plan: Plan) -> dict[str, Any]:
-    """Return a replayed step beside the plan's, as plain values."""
-    return {
+def replay_as_dict(done: Replayed, plan: Plan, others: Mapping[str, Other | str]) -> dict[str, Any]:
+    """Return a replayed step beside the plan's and other optimizers', as plain values."""
+    found = {
         "rank": done.rank,
         "device": done.device,
         "counts_agree": done.agrees,
@@ -170,33 +181,84 @@ def replay_as_dict(done: Replayed, plan: Plan) -> dict[str, Any]:
         "expected": asdict(done.expected.total),
         "memory": asdict(done.report.memory),
         "expected_memory": asdict(done.expected.memory),
-        "allocator_peak": done.peak,
-        "seconds": {"step": done.step, **done.parts},
-        "share_of_iteration": done.step / (done.step + plan.train_step),
         "planned": {**asdict(plan.times), "step": plan.times.step},
         "planned_share": plan.share,
+        **_run_as_dict(done, plan),
+    }
+    for name, other in others.items():
+        found[name] = {"left_out": other} if isinstance(other, str) else _run_as_dict(other, plan)
+        if isinstance(other, Other):
+            share = None if other.share is None else asdict(other.share)
+            found[name] |= {"share": share, "notes": other.notes}
+    return found
+
+
+def _run_as_dict(run: Run, plan: Plan) -> dict[str, Any]:
+    return {
+        "seconds": {"step": run.step, **run.parts},
+        "share_of_iteration": _share(run.step, plan),
+        "peak": run.peak,
+        "elements": run.elements,
     }
 
 
-def show_replay(done: Replayed, plan: Plan, sources: Sources, console: Console) -> None:
-    """Print a replayed step beside the plan's."""
+def _share(step: float, plan: Plan) -> float:
+    return step / (step + plan.train_step)
+
+
+def show_replay(
+    done: Replayed,
+    plan: Plan,
+    others: Mapping[str, Other | str],
+    *,
+    optimizer: str,
+    gpu: str,
+    sources: Sources,
+    console: Console,
+) -> None:
+    """Print a replayed step of ``optimizer`` beside the plan's and those of others."""
     _show_sources(sources, console)
     counts = "those of the plan" if done.agrees else "NOT those of the plan"
     console.print(f"rank {done.rank} on this {done.device}: kernels, bytes and calls are {counts}")
     times = plan.times
-    figures = {"products": times.products, "passes": times.elements, "copies": None}
-    figures |= {"waiting": times.exposed + times.teams}
-    rows = [
-        (name, _ms(done.parts.get(name, 0.0)), "" if planned is None else _ms(planned))
-        for name, planned in figures.items()
-    ]
-    rows.append(("step", _ms(done.step), _ms(times.step)))
-    share = done.step / (done.step + plan.train_step)
-    rows.append(("share of an iteration", f"{share:.2%}", f"{plan.share:.2%}"))
-    here, dry = _gib(done.report.memory), _gib(done.expected.memory)
-    rows.append(("memory, GiB", f"{here:.3f}", f"{dry:.3f}"))
-    columns = ("", "here, ms", "plan, ms")
-    _print(console, "Replayed step; the plan's passes include copies", columns, rows)
+    planned = {
+        "products": _ms(times.products),
+        "passes": _ms(times.elements),
+        "waiting": _ms(times.exposed + times.teams),
+        "step": _ms(times.step),
+        "of an iteration": f"{plan.share:.2%}",
+        "peak memory, GiB": f"{done.expected.memory.total / _GIB:.3f}",
+    }
+    own = f"ours: {optimizer}"
+    runs: dict[str, Run] = {own: done}
+    runs |= {_TITLES[n]: other for n, other in others.items() if isinstance(other, Other)}
+    cells = [_cells(run, plan) for run in runs.values()]
+    rows = [(name, *(cell[name] for cell in cells), planned.get(name, "")) for name in cells[0]]
+    title = f"Step here, in ms, beside the plan for {gpu}, whose passes include copies"
+    _print(console, title, ("", *runs, "plan of ours"), rows)
+    console.print(f"The rest of an iteration is predicted for {gpu}.")
+    for name, other in others.items():
+        if isinstance(other, str):
+            console.print(f"{_TITLES[name]} is left out: {other}")
+            continue
+        for note in other.notes:
+            console.print(f"{_TITLES[name]}: {note}")
+        if other.share is not None:
+            console.print(
+                f"{_TITLES[name]} gives this rank {other.share.matrices} of {other.share.of} "
+                f"matrices; its busiest rank computes {other.share.busiest:.2f} times as much"
+            )
+
+
+def _cells(run: Run, plan: Plan) -> dict[str, str]:
+    """Return a column of the table, by the name of the row."""
+    return {
+        **{part: _ms(run.parts.get(part, 0.0)) for part in _PARTS},
+        "step": _ms(run.step),
+        "of an iteration": f"{_share(run.step, plan):.2%}",
+        "peak memory, GiB": f"{run.peak / _GIB:.3f}",
+        "weights updated": f"{run.elements:,}",
+    }
 
 
 def show_rates(
@@ -232,7 +294,7 @@ def _show_sources(sources: Sources, console: Console) -> None:
 
 
 def _gib(memory: Memory) -> float:
-    return sum(size or 0 for size in asdict(memory).values()) / _GIB
+    return memory.total / _GIB
 
 
 def _print(

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,30 +19,59 @@ MODULE: Any = import_module("megatron_eopt.math.orthogonalize")
 PLAIN = Orthogonalization.factors_
 
 
-def counted(*, once: bool) -> tuple[dict[Any, Any], int, int]:
+def other_signature(self: Any, shape: Any, reduce: Any, *, matrices: Any, squares: Any) -> None:
+    PLAIN(self, matrices, reduce, shape, squares=squares)
+
+
+def not_in_place(self: Any, stack: Any, *_: Any) -> Any:
+    return self(stack)
+
+
+def with_plain(compute: Any, stack: Any, _: Any) -> None:
+    compute.factors_(stack, None, tuple(stack.shape[1:]))
+
+
+def with_other(compute: Any, stack: Any, squares: Any) -> None:
+    compute.factors_(tuple(stack.shape[1:]), None, matrices=stack, squares=squares)
+
+
+def counted(factors_: Any, call: Any, *, once: bool) -> tuple[dict[Any, Any], int, int]:
     """Return what is counted, the growth of memory, and how many stacks were computed."""
     compute = Orthogonalization(steps=3)
     with (
+        patch.object(Orthogonalization, "factors_", factors_),
         dry_world(0, 1),
         patch.object(MODULE, "_iterate", side_effect=MODULE._iterate) as computed,
-        patch.object(Orthogonalization, "factors_", Orthogonalization.factors_ if once else PLAIN),
+        patch.object(
+            Orthogonalization, "factors_", Orthogonalization.factors_ if once else factors_
+        ),
     ):
-        stacks = [torch.empty(shape) for shape in SHAPES]
+        stacks = [(torch.empty(shape), torch.empty(shape[0], 4)) for shape in SHAPES]
         for stack in stacks:  # a first step, whose counts nobody reads
-            compute.factors_(stack, None, tuple(stack.shape[1:]))
+            call(compute, *stack)
         with Counts() as counts, LiveBytes() as live:
             for stack in stacks:
-                compute.factors_(stack, None, tuple(stack.shape[1:]))
+                call(compute, *stack)
         return dict(counts.phases), live.peak, computed.call_count
 
 
-def both() -> list[Any]:
+def both(factors_: Any, call: Any) -> list[Any]:
     dist.destroy_process_group()
-    return [counted(once=True), counted(once=False)]
+    return [counted(factors_, call, once=once) for once in (True, False)]
 
 
-def test_equal_stacks_are_computed_once_and_all_are_counted():
-    (once, each), *_ = run_ranks(1, both, cpu=False)
+@pytest.mark.parametrize(
+    ("factors_", "call"),
+    [(PLAIN, with_plain), (other_signature, with_other)],
+    ids=["ours", "another signature"],
+)
+def test_equal_stacks_are_computed_once_and_all_are_counted(factors_, call):
+    (once, each), *_ = run_ranks(1, both, factors_, call, cpu=False)
     assert once[:2] == each[:2]
     assert sum(amount.flops for amount in once[0].values()) > 0 < once[1]
     assert (once[2], each[2]) == (2 * 3, 2 * 5)
+
+
+def test_a_result_that_would_be_lost_raises():
+    with pytest.raises(Exception, match="must work in place"):
+        run_ranks(1, both, not_in_place, with_plain, cpu=False)

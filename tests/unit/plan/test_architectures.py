@@ -4,6 +4,9 @@ import argparse
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import GlmMoeDsaConfig
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaIndexer
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.tools.plan.architectures import Architecture, add_flags, from_flags
@@ -70,3 +73,27 @@ def test_spellings_of_layers_with_experts(given, layers):
 def test_a_missing_flag_is_named():
     with pytest.raises(ConfigurationError, match="--num-layers=None"):
         from_flags(SMALL | {"num_layers": None})
+
+
+def test_sizes_of_glm_are_those_of_transformers():
+    one = recipe("glm-5.2")
+    ours, theirs = one.architecture(), GlmMoeDsaConfig(index_topk_freq=4, index_skip_topk_offset=3)
+    names = {
+        "num_layers": "num_hidden_layers",
+        "ffn_hidden_size": "intermediate_size",
+        "num_moe_experts": "n_routed_experts",
+        "moe_ffn_hidden_size": "moe_intermediate_size",
+        "moe_router_topk": "num_experts_per_tok",
+        "qk_head_dim": "qk_nope_head_dim",
+        "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    }
+    for name in (*names, "hidden_size", "q_lora_rank", "kv_lora_rank", "v_head_dim"):
+        assert ours.fields[name] == getattr(theirs, names.get(name, name)), name
+    assert ours.fields["num_attention_heads"] == theirs.num_attention_heads
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.moe_layers == tuple(kind == "sparse" for kind in theirs.mlp_layer_types)
+    with torch.device("meta"):
+        indexer = GlmMoeDsaIndexer(theirs, 0)
+    full = theirs.indexer_types.count("full")
+    billions = full * sum(param.numel() for param in indexer.parameters()) / 1e9
+    assert f"{billions:.1f} billion weights in {full} of 78 layers" in one.left_out[0]

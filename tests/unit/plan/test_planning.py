@@ -8,14 +8,15 @@ import pytest
 import torch.distributed as dist
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
-from megatron_eopt.tools.dry_run import Collective
+from megatron_eopt.tools.dry_run import Collective, dry_world, report_of
 from megatron_eopt.tools.plan.architectures import Architecture, from_flags
-from megatron_eopt.tools.plan.cost import _exposed, collective_seconds
+from megatron_eopt.tools.plan.cost import Times, collective_seconds, times
 from megatron_eopt.tools.plan.machine import MACHINES
-from megatron_eopt.tools.plan.model import Layout
+from megatron_eopt.tools.plan.model import Layout, build_stage
 from megatron_eopt.tools.plan.planning import plan
 from megatron_eopt.tools.plan.tables import as_dict
 from megatron_eopt.tools.recipe import recipe
+from megatron_eopt.wrappers.factory import get_megatron_optimizer
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.plan.test_model import DENSE, MIXED
@@ -118,12 +119,30 @@ def test_checks_of_one_matrix_in_100_cost_little(name, record_property):
     assert found["checking"]["flops"] > 1.5 * found["usual"]["flops"]
 
 
+def exposures(*flops: float) -> list[tuple[int, int, Times]]:
+    """Return the numbers of exchanges and of waves, and times, by the GPU's peak FLOP/s."""
+    dist.destroy_process_group()
+    how: dict[str, Any] = {"use_distributed_optimizer": True, "matrix_buffer_mb": 0.004}
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, bf16=True, **how)
+    with dry_world(0, 4):
+        model = build_stage(DENSE, Layout(data=4))
+        report = report_of(get_megatron_optimizer(config, [model]), lambda: None)
+        # each way takes one second, whatever travels
+        gpu = replace(MACHINES["H100"], latency=1.0, link=1e30, network=1e30)
+        waves = sum(len(schedule.plan.waves) for _, schedule in report.schedules)
+        found = [times(report, replace(gpu, flops=each)) for each in flops]
+    return [(len(report.schedules), waves, each) for each in found]
+
+
 def test_waves_hide_what_travels_behind_work():
-    # in 1, work 5, out 1, of three waves: the first way in and the last one out are seen
-    assert _exposed([(1, 1)] * 3, [5, 5, 5]) == 2
-    # nothing to compute meanwhile
-    assert _exposed([(1, 1)] * 3, [0, 0, 0]) == 4
-    assert _exposed([], []) == 0
+    slow, fast = run_ranks(1, exposures, 1.0, 1e30, cpu=False)[0]
+    schedules, waves, hidden = slow
+    assert waves > 2 * schedules
+    assert hidden.travel == pytest.approx(2 * waves)
+    # the first way in and the last one out are seen
+    assert hidden.exposed == pytest.approx(2 * schedules)
+    # nothing to compute meanwhile: ways out hide behind the next ways in
+    assert fast[2].exposed == pytest.approx(waves + schedules)
 
 
 def test_collectives_take_latency_and_the_slower_link():
@@ -144,6 +163,10 @@ def test_collectives_know_where_their_ranks_are():
         for call in rank["collectives"]
         if call["name"] == "allgather_into_tensor_coalesced"
     }
+    for call in rank["collectives"]:
+        if call["name"] == "allgather_into_tensor_coalesced":
+            # in a ring, each rank sends the shards of all others on
+            assert call["bytes_sent"] == call["sent"] * (call["ranks"] - 1) * call["calls"]
     experts = rank["rank"] % 2
     assert gathered == {(4, 0, 3), (2, experts, experts + 2)}
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_eopt.base.live_bytes import LiveBytes
+from megatron_eopt.wrappers.memory import Memory
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import Case, inject, optimizer_over, steps
@@ -73,3 +74,9 @@ def test_the_report_counts_what_is_allocated(dtype):
             assert (memory.main_weights > 0) == (dtype == torch.bfloat16)
             assert (memory.host > 0) == (name == "off-loaded")
             assert memory.gradients >= memory.weights > 0
+
+
+def test_host_memory_does_not_count_as_the_device_s():
+    kinds = dict.fromkeys(("weights", "gradients", "main_weights", "state", "buffers"), 1)
+    assert Memory(**kinds, host=100).total == 5
+    assert Memory(**kinds, host=100, transient=2).total == 7
