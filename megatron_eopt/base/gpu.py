@@ -54,8 +54,48 @@ def uploaded(values: Any, device: torch.device) -> Tensor:
     """Return a numpy array as a tensor on a device, without waiting for it."""
     tensor = torch.from_numpy(values)
     if device.type == "cuda":
-        tensor = tensor.pin_memory()
+        tensor = staging.pinned(tensor)
     return tensor.to(device, non_blocking=True)
+
+
+class Staging:
+    """Page-locked memory for uploads, also of those that a CUDA graph captures.
+
+    A graph repeats its uploads in each replay. So what they read must stay, and since a capture
+    cannot allocate page-locked memory, it is reserved before.
+    """
+
+    def __init__(self) -> None:
+        self._seen = 0  # bytes that this process has uploaded
+        self._left = torch.empty(0, dtype=torch.uint8)
+        self._kept: list[Tensor] = []  # what graphs read
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """Return a copy in page-locked memory."""
+        size = -(-tensor.nbytes // 16) * 16
+        if not torch.cuda.is_current_stream_capturing():
+            self._seen += size
+            return tensor.pin_memory()
+        if size > self._left.numel():
+            raise RuntimeError("a captured step uploads more than the steps before it")
+        place, self._left = self._left.tensor_split([size])
+        return place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def reserve(self) -> None:
+        """Provide for a capture of what has been done so far, twice over."""
+        if self._left.numel() < 2 * self._seen:
+            self._left = torch.empty(2 * self._seen, dtype=torch.uint8, pin_memory=is_there())
+            self._kept.append(self._left)
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """Return a tensor, after keeping it forever if a graph is captured that reads it."""
+        if torch.cuda.is_current_stream_capturing():
+            self._kept.append(tensor)
+        return tensor
+
+
+staging = Staging()
+"""That of this process."""
 
 
 SIDE_STREAM = "MEGATRON_EOPT_SIDE_STREAM"

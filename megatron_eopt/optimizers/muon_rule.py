@@ -16,8 +16,9 @@ from torch import Tensor
 from megatron_eopt.base.gpu import SideStream
 from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.math.passes import MomentumMixing, empty_sums, mix_, update_
+from megatron_eopt.math.passes import MomentumMixing, empty_sums, mix_, update_, update_numbers
 from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
+from megatron_eopt.optimizers.live_numbers import NumbersOf
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import RoundedMomentum
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats
@@ -352,22 +353,21 @@ class MuonRule(UpdateRule):
     ) -> dict[int, Tensor]:
         """Mix gradients into ``momenta``, and return directions."""
         found: dict[int, Tensor] = {}
-        is_l2 = self.optimizer.weight_decay_method == "l2"
         for group, members in _by_group(stepped.values()):
             mine = [momenta[item.number] for item in members]
             outs = [
                 _out(kept, None if places is None else places[item.number], dtype, nesterov)
                 for kept, item in zip(mine, members, strict=True)
             ]
-            decay = group["weight_decay"] if is_l2 else 0.0
-            how = MomentumMixing(group["momentum"], nesterov, decay)
             grads: list[Any] = [item.param.grad for item in members]
             sums = [
                 None if places is None else self._empty_sums(item.number, out, places[item.number])
                 for item, out in zip(members, outs, strict=True)
             ]
             weights = [item.param for item in members]
-            mix_(mine, outs, grads, weights, self.coefficient, how, sums)
+            how = self._mixing(group, nesterov)
+            live = self._live("mix", group, lambda its: self._mixing(its, nesterov).numbers)
+            mix_(mine, outs, grads, weights, self.coefficient, how, sums, live)
             for item, kept, out in zip(members, mine, outs, strict=True):
                 found[item.number] = kept if out is None else out.view(kept.shape)
         return found
@@ -417,16 +417,40 @@ class MuonRule(UpdateRule):
     def _write(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
         for group, members in _by_group(stepped):
             params = [item.param for item in members]
-            method = self.optimizer.weight_decay_method
-            rates = {"decoupled": group["lr"], "independent": 1.0, "l2": 0.0}
             update_(
                 params,
                 [model_copy_of(param) for param in params],
                 [updates[item.number] for item in members],
                 self.coefficient,
-                group["lr"],
-                group["weight_decay"] * rates[method],
+                *self._rates(group),
+                self._live("update", group, lambda its: update_numbers(*self._rates(its))),
             )
+
+    def _rates(self, group: Mapping[str, Any]) -> tuple[float, float]:
+        """Return the rate of updates, and the share of weights that decays."""
+        of_decay = {"decoupled": group["lr"], "independent": 1.0, "l2": 0.0}
+        decay = group["weight_decay"] * of_decay[self.optimizer.weight_decay_method]
+        return group["lr"], decay
+
+    def _mixing(self, group: Mapping[str, Any], nesterov: bool) -> MomentumMixing:
+        is_l2 = self.optimizer.weight_decay_method == "l2"
+        decay = group["weight_decay"] if is_l2 else 0.0
+        return MomentumMixing(group["momentum"], nesterov, decay, is_l2 and self.live is not None)
+
+    def _live(self, name: str, group: ParamGroup, numbers: NumbersOf) -> Tensor | None:
+        """Return the tensor with a pass's numbers, if steps may be captured."""
+        if self.live is None:
+            return None
+        return self.live.of(name, group, self.engine.device, numbers)
+
+    def can_be_captured(self, groups: Sequence[ParamGroup]) -> bool:
+        """Whether this is Muon itself."""
+        return type(self) is MuonRule and self.optimizer.steps_in_pieces()
+
+    def captured(self, groups: Sequence[ParamGroup]) -> Any:
+        """Return settings of the optimizer."""
+        optimizer = self.optimizer
+        return optimizer.nesterov, optimizer.weight_decay_method, optimizer.orthogonalization
 
     def _update(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
