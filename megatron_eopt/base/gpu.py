@@ -53,6 +53,8 @@ def call(module: str, function: str, tensor: Tensor, *args: Any) -> None:
 def uploaded(values: Any, device: torch.device) -> Tensor:
     """Return a numpy array as a tensor on a device, without waiting for it."""
     tensor = torch.from_numpy(values)
+    if is_fake(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if device.type == "cuda":
         tensor = staging.pinned(tensor)
     return tensor.to(device, non_blocking=True)
@@ -66,32 +68,36 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._seen = 0  # bytes that this process has uploaded
+        self._used = 0  # bytes of the tables that kernels have read since the last reservation
         self._left = torch.empty(0, dtype=torch.uint8)
         self._kept: list[Tensor] = []  # what graphs read
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """Return a copy in page-locked memory."""
-        size = -(-tensor.nbytes // 16) * 16
         if not torch.cuda.is_current_stream_capturing():
-            self._seen += size
             return tensor.pin_memory()
-        if size > self._left.numel():
-            raise RuntimeError("a captured step uploads more than the steps before it")
-        place, self._left = self._left.tensor_split([size])
+        if _padded(tensor) > self._left.numel():
+            raise RuntimeError("a captured step uploads more than twice what a step did before")
+        place, self._left = self._left.tensor_split([_padded(tensor)])
+        self._kept.append(place)
         return place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    def reserve(self) -> None:
-        """Provide for a capture of what has been done so far, twice over."""
-        if self._left.numel() < 2 * self._seen:
-            self._left = torch.empty(2 * self._seen, dtype=torch.uint8, pin_memory=is_there())
-            self._kept.append(self._left)
-
-    def kept(self, tensor: Tensor) -> Tensor:
-        """Return a tensor, after keeping it forever if a graph is captured that reads it."""
+    def kept(self, table: Tensor) -> Tensor:
+        """Return a table for a kernel; keep it forever if a graph is captured that reads it."""
+        self._used += _padded(table)
         if torch.cuda.is_current_stream_capturing():
-            self._kept.append(tensor)
-        return tensor
+            self._kept.append(table)
+        return table
+
+    def reserve(self) -> None:
+        """Provide for a capture of what has been done since the last call, twice over."""
+        wanted, self._used = 2 * self._used, 0
+        if self._left.numel() < wanted:
+            self._left = torch.empty(wanted, dtype=torch.uint8, pin_memory=is_there())
+
+
+def _padded(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // 16) * 16
 
 
 staging = Staging()

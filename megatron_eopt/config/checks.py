@@ -5,6 +5,8 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Any, get_args
 
+import torch
+
 from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import gather_objects, is_rank_0
 from megatron_eopt.base.errors import (
@@ -231,7 +233,7 @@ def refuse_for_graphs(config: Any) -> None:
         for name, needed in _FOR_GRAPHS.items()
         if given.get(name, needed) != needed
     ]
-    if gpu.is_there() and not gpu.compiles():
+    if gpu.is_there() and not gpu.runs_kernels(torch.empty(0, device="cuda")):
         rules.append("needs Triton's kernels, which cannot be built on this machine")
     if rules:
         hint = "Change that setting, or turn optimizer_cuda_graph off"

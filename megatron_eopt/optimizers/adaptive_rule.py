@@ -192,10 +192,9 @@ class MatrixMomentRule(AdaptiveMuonRule):
         corrected, device = self.optimizer.bias_correction, self.engine.device
         everything = torch.zeros(sum(self._sizes), device=device)
         if corrected:
-            zero = torch.zeros(())
+            zero = torch.zeros((), device=self._device_of_counts)
             counts = [stepped[n].state[STEP] if n in stepped else zero for n in range(len(mine))]
-            on_device = [count.to(device) for count in counts]
-            everything = torch.cat([everything, torch.stack(on_device)])
+            everything = torch.cat([everything, torch.stack(counts).to(device)])
         self._flat, steps = everything.tensor_split([sum(self._sizes)])
         if stepped:
             torch._foreach_copy_(*self._pairs(stepped))

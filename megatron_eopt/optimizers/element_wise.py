@@ -93,8 +93,7 @@ class ElementWiseRule(UpdateRule):
 
     def can_be_captured(self, groups: Sequence[ParamGroup]) -> bool:
         """Whether this is Adam in one pass."""
-        is_plain = not any(group["amsgrad"] or group["maximize"] for group in groups)
-        return self.folds_clipping and is_plain
+        return self.folds_clipping and not any(g["amsgrad"] or g["maximize"] for g in groups)
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create the state of every tensor, each with its own step counter."""

@@ -40,4 +40,4 @@ class LiveNumbers:
         tensors = [tensor for *_, tensor in self._kept.values()]
         values = np.array(list(chain.from_iterable(found)), np.float64)
         fresh = gpu.uploaded(values, tensors[0].device)
-        torch._foreach_copy_(tensors, fresh.split([len(one) for one in found]))
+        torch._foreach_copy_(tensors, torch.split(fresh, [len(one) for one in found]))

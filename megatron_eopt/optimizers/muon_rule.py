@@ -138,10 +138,13 @@ class MuonRule(UpdateRule):
             elif MOMENTUM not in state[param]:
                 state[param][MOMENTUM] = torch.zeros_like(param, requires_grad=False)
             if self._counts_steps:
-                # update rules that read it on the host keep it there, to avoid a synchronization
-                device = self.engine.device if self.folds_clipping else "cpu"
-                zero = torch.zeros((), dtype=torch.float32, device=device)
-                state[param][STEP] = state[param].setdefault(STEP, zero).to(device)
+                zero = torch.zeros((), dtype=torch.float32, device=self._device_of_counts)
+                state[param][STEP] = state[param].setdefault(STEP, zero).to(zero.device)
+
+    @property
+    def _device_of_counts(self) -> torch.device:
+        # update rules that read them on the host keep them there, to avoid a synchronization
+        return self.engine.device if self.folds_clipping else torch.device("cpu")
 
     @property
     def _counts_steps(self) -> bool:

@@ -97,8 +97,8 @@ class GradNorm:
 
     def send(self) -> None:
         """Start to copy the norm to the host for :meth:`read`, and release the gradients."""
-        self._sent = HostCopy(self.value)
-        if self.value.is_cuda:
+        is_first, self._sent = self._sent is None, HostCopy(self.value)
+        if is_first and self.value.is_cuda:
             self._of_each = [([g.data_ptr() for g in grads], n) for grads, n in self._of_each]
 
     def read(self) -> float:
@@ -124,9 +124,9 @@ class GradNorm:
 
         It is 1 if ``most`` is 0 or a tensor of inf, and NaN if the norm is not finite.
         """
-        is_live = isinstance(most, Tensor)
-        limit = most if is_live else torch.full_like(self.value, most or math.inf)
-        scale = torch.div(limit, self.value + _MARGIN).clamp_(max=1.0)
+        if not isinstance(most, Tensor):
+            most = torch.full_like(self.value, most or math.inf)
+        scale = torch.div(most, self.value + _MARGIN).clamp_(max=1.0)
         # inf - inf and nan - nan are nan
         return (scale + (self.value - self.value)).float()
 

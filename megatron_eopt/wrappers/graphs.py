@@ -27,6 +27,8 @@ from megatron_eopt.wrappers.gradients import GradNorm, clipped
 
 FLAG = "optimizer_cuda_graph"
 
+_CAPTURED = "captures steps of Muon, NorMuon and Adam, but not of"
+
 type ResultT = tuple[bool, Any, float | None]
 type StepT = Callable[[], ResultT]
 
@@ -46,11 +48,13 @@ class CapturedSteps:
         self._captured: Any = None  # what the graph relies on, once there is one
         for link in chain.links:
             if not link.storage.is_stub_optimizer and not link.update_rules:
-                raise _refusal(f"cannot capture {type(link.storage.optimizer).__name__}")
+                raise _refusal(f"{_CAPTURED} {type(link.storage.optimizer).__name__}")
             for update_rule in link.update_rules:
                 if not update_rule.can_be_captured(link.groups_of(update_rule)):
-                    raise _refusal(f"cannot capture {update_rule.name}")
+                    raise _refusal(f"{_CAPTURED} {update_rule.name}")
                 update_rule.read_live(self._live)
+            if getattr(link.storage, "is_quantized", False):
+                raise _refusal("needs fp8_param_gather=False and fp4_param_gather=False")
             if any(getattr(item.param, "main_grad", None) is None for item in _stored(link)):
                 raise _refusal("needs gradients in the buffers of Megatron's DDP")
 

@@ -30,7 +30,7 @@ class Graph:
         for function, args, kwargs, results in self.calls:
             found = function(*args, **kwargs)
             for work in tree_iter(found):
-                if isinstance(work, torch.ScriptObject) and hasattr(work, "wait"):
+                if isinstance(work, torch.ScriptObject):
                     work.wait()
             for kept, new in zip(_tensors(results), _tensors(found), strict=True):
                 if _memory(kept) != _memory(new):
@@ -82,7 +82,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _read(name: str, capture: Capture) -> Any:
-    """Return a method that reads a tensor: for operators, which stand for kernels, but no others."""
+    """Let a method read tensors for operators alone, which stand for kernels."""
     method = getattr(Tensor, name)
 
     def read(*args: Any, **kwargs: Any) -> Any:
