@@ -53,7 +53,7 @@ def test_every_back_end_has_its_row(context, monkeypatch):
 
 @pytest.mark.parametrize(
     "sections",
-    [["step", "cuda_graph"], pytest.param(["kernels", "overlap", "off_load"], marks=pytest.mark.long)],
+    [["step"], pytest.param(["kernels", "overlap", "off_load"], marks=pytest.mark.long)],
     ids=" ".join,
 )
 def test_what_runs_on_a_gpu_has_been_rehearsed_on_a_cpu(tmp_path, sections):

@@ -29,13 +29,15 @@ summation."""
 
 OPTIMIZERS = ("muon", "adaptive_muon", "adam")
 MODEL: dict[str, Any] = {"hidden": 64, "heads": 8, "query_groups": 4, "gated": True, "bias": True}
-STEPS = 5
+STEPS = 4
 
 
 def run(context: Context) -> Outcome:
     """Compare replays with plain calls: of steps, then of orthogonalization in every form."""
     outcome = Outcome()
-    for name, sharded in product(OPTIMIZERS, (True, False)):
+    # Triton's interpreter, which rehearses on a CPU, takes minutes for each
+    cases = [*product(OPTIMIZERS, (True, False))][: 1 if context.small else None]
+    for name, sharded in cases:
         case = f"step of {name}, {'sharded' if sharded else 'replicated'}"
         with outcome.noting(case):
             differing = context.on_ranks(1, differing_tensors, name, sharded)[0]
