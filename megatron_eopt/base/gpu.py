@@ -85,7 +85,7 @@ class Staging:
     def kept(self, table: Tensor) -> Tensor:
         """Return a table for a kernel; keep it forever if a graph is captured that reads it."""
         self._used += _padded(table)
-        if torch.cuda.is_current_stream_capturing():
+        if table.is_cuda and torch.cuda.is_current_stream_capturing():
             self._kept.append(table)
         return table
 
