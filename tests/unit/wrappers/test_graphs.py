@@ -108,25 +108,26 @@ def addresses(optimizer: Any) -> list[int]:
     return [tensor.data_ptr() for rule in rules for tensor in rule.buffers()]
 
 
-def compare(names: list[str]) -> None:
-    for name in names:
-        forget_megatron()
-        norms, counts, state = trained(CASES[name])
-        forget_megatron()
-        found_norms, found_counts, found = replayed(CASES[name])
-        assert (found_norms, found_counts) == (norms, counts), name
-        assert found.keys() == state.keys()
-        tensors = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
-        assert len(tensors) > len(counts)
-        assert not [key for key in tensors if not torch.equal(found[key], state[key])], name
+def compare(name: str) -> None:
+    forget_megatron()
+    norms, counts, state = trained(CASES[name])
+    forget_megatron()
+    found_norms, found_counts, found = replayed(CASES[name])
+    assert (found_norms, found_counts) == (norms, counts)
+    assert found.keys() == state.keys()
+    tensors = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
+    assert len(tensors) > len(counts)
+    assert not [key for key in tensors if not torch.equal(found[key], state[key])]
 
 
-def test_replays_have_the_bits_of_plain_steps():
-    run_ranks(1, compare, [name for name in CASES if "parallel" not in name])
+@pytest.mark.parametrize("name", [name for name in CASES if "parallel" not in name])
+def test_replays_have_the_bits_of_plain_steps(name):
+    run_ranks(1, compare, name)
 
 
-def test_replays_of_two_ranks_have_the_bits_of_plain_steps():
-    run_ranks(2, compare, ["Muon, sharded", "NorMuon, sharded", "Muon, tensor parallel"])
+@pytest.mark.parametrize("name", ["Muon, sharded", "NorMuon, sharded", "Muon, tensor parallel"])
+def test_replays_of_two_ranks_have_the_bits_of_plain_steps(name):
+    run_ranks(2, compare, name)
 
 
 BIASED = "layers.0.mlp.linear_fc1.weight"
@@ -162,20 +163,20 @@ def spoiled(name: str, *, graph: bool) -> Any:
     return raised, norms, steps, full_state(case, chunk, optimizer)
 
 
-def spoil(names: list[str]) -> None:
-    for name in names:
-        forget_megatron()
-        *expected, state = spoiled(name, graph=False)
-        forget_megatron()
-        *found, ours = spoiled(name, graph=True)
-        assert found == expected
-        assert len(expected[0]) == 1
-        for key, value in state.items():
-            assert not isinstance(value, torch.Tensor) or torch.equal(ours[key], value), key
+def spoil(name: str) -> None:
+    forget_megatron()
+    *expected, state = spoiled(name, graph=False)
+    forget_megatron()
+    *found, ours = spoiled(name, graph=True)
+    assert found == expected
+    assert len(expected[0]) == 1
+    for key, value in state.items():
+        assert not isinstance(value, torch.Tensor) or torch.equal(ours[key], value), key
 
 
-def test_a_replay_on_gradients_that_are_not_finite_changes_nothing():
-    run_ranks(1, spoil, ["NorMuon, sharded", "Muon, replicated", "Muon, int8 momentum"])
+@pytest.mark.parametrize("name", ["NorMuon, sharded", "Muon, replicated", "Muon, int8 momentum"])
+def test_a_replay_on_gradients_that_are_not_finite_changes_nothing(name):
+    run_ranks(1, spoil, name)
 
 
 def rule_of(words: str, function: Any) -> None:
@@ -248,10 +249,10 @@ REFUSED: dict[str, Case] = {
 }
 
 
-def refusals() -> None:
-    for words, case in REFUSED.items():
-        rule_of(f"optimizer_cuda_graph=True: {words}", lambda case=case: build(with_graph(case)))
+def refused(words: str) -> None:
+    rule_of(f"optimizer_cuda_graph=True: {words}", lambda: build(with_graph(REFUSED[words])))
 
 
-def test_what_a_replay_would_leave_out_is_refused_when_the_optimizer_is_built():
-    run_ranks(1, refusals)
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_a_replay_would_leave_out_is_refused_when_the_optimizer_is_built(words):
+    run_ranks(1, refused, words)
