@@ -54,11 +54,56 @@ def call(module: str, function: str, tensor: Tensor, *args: Any) -> None:
 def uploaded(values: Any, device: torch.device) -> Tensor:
     """Return a numpy array as a tensor on a device, without waiting for it."""
     tensor = torch.from_numpy(values)
+    if is_fake(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if device.type == "cuda":
-        # A copy from pageable memory would make the host wait. torch's allocator keeps a pinned
-        # block until copies from it are done, so the local variable may end before.
-        tensor = tensor.pin_memory()
+        # a copy from pageable memory would make the host wait
+        tensor = staging.pinned(tensor)
     return tensor.to(device, non_blocking=True)
+
+
+class Staging:
+    """Page-locked memory for uploads, also of those that a CUDA graph captures.
+
+    A graph repeats its uploads in each replay. So what they read must stay, and since a capture
+    cannot allocate page-locked memory, it is reserved before.
+    """
+
+    def __init__(self) -> None:
+        self._used = 0  # bytes of the tables that kernels have read since the last reservation
+        self._left = torch.empty(0, dtype=torch.uint8)
+        self._kept: list[Tensor] = []  # what graphs read
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """Return a copy in page-locked memory."""
+        if not torch.cuda.is_current_stream_capturing():
+            return tensor.pin_memory()
+        if _padded(tensor) > self._left.numel():
+            raise RuntimeError("a captured step uploads more than twice what a step did before")
+        place, self._left = self._left.tensor_split([_padded(tensor)])
+        self._kept.append(place)
+        return place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def kept(self, table: Tensor) -> Tensor:
+        """Return a table for a kernel; keep it forever if a graph is captured that reads it."""
+        self._used += _padded(table)
+        if table.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._kept.append(table)
+        return table
+
+    def reserve(self) -> None:
+        """Provide for a capture of what has been done since the last call, twice over."""
+        wanted, self._used = 2 * self._used, 0
+        if self._left.numel() < wanted:
+            self._left = torch.empty(wanted, dtype=torch.uint8, pin_memory=is_there())
+
+
+def _padded(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // 16) * 16
+
+
+staging = Staging()
+"""That of this process."""
 
 
 SIDE_STREAM = "MEGATRON_EOPT_SIDE_STREAM"

@@ -165,6 +165,7 @@ def resolve_run(config: Any) -> RunSettings:
     original, config = config, complete(read_config(config))
     checks.check_values(config, ())
     checks.refuse_for_matrices(config)
+    checks.refuse_for_graphs(config)
     return RunSettings(**_of_the_run(config, original))
 
 

@@ -100,7 +100,7 @@ def launch(outs: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
         parts.setdefault(aligned, []).append(row)
     device, types = outs[0].device, (_TYPES[blocks[0].dtype], _TYPES[outs[0].dtype])
     for aligned, rows in parts.items():
-        programs = _programs(device, tuple(row[2:5] for row in rows))
+        programs = gpu.staging.kept(_programs(device, tuple(row[2:5] for row in rows)))
         if programs.numel():
-            table = _table(device, tuple(rows))
+            table = gpu.staging.kept(_table(device, tuple(rows)))
             _copy[(programs.shape[1],)](programs, table, *types, aligned, num_warps=8)

@@ -8,6 +8,11 @@ Note [Coefficients]
     A pass multiplies gradients by a coefficient (a 0-D float32 tensor) and rounds as if that had
     been done in place, but leaves the gradients unchanged. If the coefficient is nan, a pass writes
     nothing. So a step can be launched before the host knows whether it must be skipped.
+
+Note [Live numbers]
+    A pass can read its numbers (rates, decays) from a tensor ``live`` on the device. Then it is an
+    operator on every device, and one that a CUDA graph captured reads what ``live`` holds when the
+    graph is replayed. Results have the bits that the same numbers give on the host.
 """
 
 import math
@@ -20,6 +25,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from megatron_eopt.base import gpu
+from megatron_eopt.base.errors import ConfigurationError
 
 # torch allows one DEF for a namespace; other modules add to it by FRAGMENT
 _library: Any = torch.library.Library("megatron_eopt", "DEF")  # type: ignore[no-untyped-call]
@@ -38,13 +44,18 @@ _NAMES = {
 
 
 def _launch(name: str, *arguments: Any) -> None:
-    *lists, coefficient, numbers = arguments
+    *lists, coefficient, numbers, live = arguments
+    first = lists[0][0]
+    if live is not None and not gpu.runs_kernels(first):
+        _ON_HOST[name](lists, coefficient, live.tolist())
+        return
     kernels = "megatron_eopt.math.triton_passes"
-    gpu.call(kernels, "launch", lists[0][0], name, lists, coefficient, numbers)
+    gpu.call(kernels, "launch", first, name, lists, coefficient, numbers, live)
 
 
 def _register(name: str) -> None:
-    _library.define(f"{name}({_NAMES[name]}, Tensor? coefficient, float[] numbers) -> ()")
+    numbers = "Tensor? coefficient, float[] numbers, Tensor? live"
+    _library.define(f"{name}({_NAMES[name]}, {numbers}) -> ()")
     _library.impl(name, lambda *args: _launch(name, *args), "CompositeExplicitAutograd")
     torch.library.register_fake(f"megatron_eopt::{name}", lambda *_: None, lib=_library)
 
@@ -67,6 +78,12 @@ class MomentumMixing(NamedTuple):
     momentum: float
     nesterov: bool
     decay: float = 0.0
+    decays: bool = False  # whether ``decay`` counts although it is 0, since it may change
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        """What a pass computes with."""
+        return 1 - self.momentum, self.momentum if self.nesterov else 1.0, self.decay
 
 
 def mix_(
@@ -77,20 +94,19 @@ def mix_(
     coefficient: Tensor | None,
     how: MomentumMixing,
     sums: Sequence[Tensor | None] = (),
+    live: Tensor | None = None,
 ) -> None:
     """Update momenta with gradients, and write rounded directions to ``outs``, if not None.
 
     ``sums`` get the sums of squares of each :data:`BLOCK` numbers of directions; see
-    :func:`empty_sums`.
+    :func:`empty_sums`. ``live`` has :attr:`MomentumMixing.numbers`; see Note [Live numbers].
     """
-    decayed = weights if how.decay else [None] * len(weights)
+    decayed = weights if how.decay or how.decays else [None] * len(weights)
     for lists in _alike(momenta, outs, grads, decayed, sums or [None] * len(weights)):
-        if _is_served(lists[:-1]):
-            # without Nesterov, an interpolation that goes all the way to the momentum
-            numbers = (1 - how.momentum, how.momentum if how.nesterov else 1.0, how.decay)
-            torch.ops.megatron_eopt.mix(*lists, coefficient, numbers)
+        if _is_operator(lists[:-1], live):
+            torch.ops.megatron_eopt.mix(*lists, coefficient, how.numbers, live)
         else:
-            _mix(lists[:-1], coefficient, how)
+            _mix(lists[:-1], coefficient, how.numbers)
 
 
 def empty_sums(direction: Tensor) -> Tensor | None:
@@ -100,22 +116,25 @@ def empty_sums(direction: Tensor) -> Tensor | None:
     return direction.new_empty(-(-direction.numel() // BLOCK), dtype=torch.float64)
 
 
-def _mix(lists: Sequence[list[Tensor]], coefficient: Tensor | None, how: MomentumMixing) -> None:
-    momenta, outs, grads, weights = lists
+def _mix(
+    lists: Sequence[list[Tensor]], coefficient: Tensor | None, numbers: Sequence[float]
+) -> None:
+    momenta, outs, grads, weights, *_ = lists
+    weight, of_momentum, decay = numbers
     if coefficient is not None:
         # reads a number of the device, so here, without our kernels, a GPU's host waits
         if math.isnan(coefficient):
             return
         grads = list(torch._foreach_mul(grads, float(coefficient)))
-    if weights:
-        grads = list(torch._foreach_add(grads, weights, alpha=how.decay))
+    if weights and decay:
+        grads = list(torch._foreach_add(grads, weights, alpha=decay))
     # `lerp` takes equal dtypes only
     grads = [grad.to(kept.dtype) for grad, kept in zip(grads, momenta, strict=True)]
-    torch._foreach_lerp_(momenta, grads, 1 - how.momentum)
+    torch._foreach_lerp_(momenta, grads, weight)
     # no outs: the momenta themselves are the directions
     for out, grad, kept in zip(outs, grads, momenta, strict=False):
-        if how.nesterov:
-            torch.lerp(grad, kept, how.momentum, out=out.view(grad.shape))
+        if of_momentum != 1.0:
+            torch.lerp(grad, kept, of_momentum, out=out.view(grad.shape))
         else:
             out.view(kept.shape).copy_(kept)
 
@@ -127,31 +146,42 @@ def update_(
     coefficient: Tensor | None,
     lr: float,
     decay: float,
+    live: Tensor | None = None,
 ) -> None:
-    """Do ``p -= decay p`` and ``p -= lr u``, each rounded; round the result into ``copies``."""
+    """Do ``p -= decay p`` and ``p -= lr u``, each rounded; round the result into ``copies``.
+
+    ``live`` has :func:`update_numbers`; see Note [Live numbers].
+    """
+    numbers = update_numbers(lr, decay)
     for lists in _alike(weights, copies, updates):
-        if _is_served(lists):
-            # without decay this is +0, which keeps the signs of zeros
-            torch.ops.megatron_eopt.update(*lists, coefficient, (0.0 - decay, -lr))
+        if _is_operator(lists, live):
+            torch.ops.megatron_eopt.update(*lists, coefficient, numbers, live)
         else:
-            _update(lists, coefficient, lr, decay)
+            _update(lists, coefficient, numbers)
+
+
+def update_numbers(lr: float, decay: float) -> tuple[float, float]:
+    """Return what :func:`update_` computes with."""
+    # without decay this is +0, which keeps the signs of zeros
+    return 0.0 - decay, -lr
 
 
 def _update(
-    lists: Sequence[list[Tensor]], coefficient: Tensor | None, lr: float, decay: float
+    lists: Sequence[list[Tensor]], coefficient: Tensor | None, numbers: Sequence[float]
 ) -> None:
     weights, copies, updates = lists
+    decay, rate = numbers
     if coefficient is not None and math.isnan(coefficient):
         return
     if decay:
         # p - decay * p instead of (1 - decay) * p: rounds as emerging-optimizers does
-        torch._foreach_add_(weights, weights, alpha=-decay)
+        torch._foreach_add_(weights, weights, alpha=decay)
     # the addition itself converts updates that are narrower than their weight
     narrow = [
         update if update.dtype.itemsize < weight.dtype.itemsize else update.to(weight.dtype)
         for update, weight in zip(updates, weights, strict=True)
     ]
-    torch._foreach_add_(weights, narrow, alpha=-lr)
+    torch._foreach_add_(weights, narrow, alpha=rate)
     if copies:
         torch._foreach_copy_(copies, weights)
 
@@ -161,31 +191,52 @@ def adam_(
     largest: list[Tensor],
     coefficient: Tensor | None,
     group: Mapping[str, Any],
+    live: Tensor | None = None,
 ) -> None:
     """Run an Adam step with the settings of a torch parameter group.
 
     ``lists`` are weights, first and second moments, copies, gradients and step counts. ``largest``
-    has the largest second moments of AMSGrad.
+    has the largest second moments of AMSGrad. ``live`` has :func:`adam_numbers`; see Note
+    [Live numbers].
     """
-    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
     # what the kernel does not know is left to torch
-    is_plain = not (largest or group["maximize"] or isinstance(lr, Tensor))
+    is_plain = not (largest or group["maximize"] or isinstance(group["lr"], Tensor))
     every = (*lists, largest or [None] * len(lists[0]))
     columns = zip(*map(_in_memory_order, zip(*every, strict=True)), strict=True)
     for *part, most in _alike(*columns):
-        if not (is_plain and _is_served(part)):
+        if not (is_plain and _is_operator(part, live)):
             _adam(part, most, coefficient, group)
             continue
         one = torch.ones_like(part[-1][0])
         # nan is unequal to itself: a skipped step counts 0, which only the device knows yet
         done = one if coefficient is None else (coefficient == coefficient).float()
         torch._foreach_add_(part[-1], [done] * len(part[-1]))
-        # 0.0 - x and not -x: without decay this is +0, which keeps the signs of zeros
-        decays = (0.0 - lr * decay, 0.0) if group["decoupled_weight_decay"] else (0.0, decay)
-        # computed in Python's float64; the kernel gets them as float32
-        mixing = (1 - beta1, 1 - beta2, _log2(beta1), _log2(beta2))
-        numbers = (lr, *decays, *mixing, group["eps"])
-        torch.ops.megatron_eopt.adam(*part, coefficient, numbers)
+        torch.ops.megatron_eopt.adam(*part, coefficient, adam_numbers(group), live)
+
+
+def adam_numbers(group: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return what an Adam step computes with: what kernels read, then what torch reads."""
+    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+    # 0.0 - x and not -x: without decay this is +0, which keeps the signs of zeros
+    decays = (0.0 - lr * decay, 0.0) if group["decoupled_weight_decay"] else (0.0, decay)
+    mixing = (1 - beta1, 1 - beta2, _log2(beta1), _log2(beta2))
+    of_torch = (beta1, beta2, decay, float(group["decoupled_weight_decay"]))
+    return (lr, *decays, *mixing, group["eps"], *of_torch)
+
+
+def _adam_on_host(
+    lists: Sequence[list[Tensor]], coefficient: Tensor | None, numbers: Sequence[float]
+) -> None:
+    *others, steps = lists
+    lr, *_, eps, beta1, beta2, decay, is_decoupled = numbers
+    group = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
+    group |= {"decoupled_weight_decay": bool(is_decoupled), "amsgrad": False, "maximize": False}
+    # the caller has counted this step, as for a kernel
+    _adam([*others, [step - 1 for step in steps]], [], coefficient, group)
+
+
+_ON_HOST = {"mix": _mix, "update": _update, "adam": _adam_on_host}
+"""What operators with live numbers run where no kernel does."""
 
 
 def _adam(
@@ -244,6 +295,17 @@ def _alike(*lists: Sequence[Tensor | None]) -> Iterator[list[list[Tensor]]]:
     for key, rows in found.items():
         columns = zip(key, zip(*rows, strict=True), strict=True)
         yield [[] if dtype is None else list(column) for dtype, column in columns]
+
+
+def _is_operator(lists: Sequence[Sequence[Tensor]], live: Tensor | None) -> bool:
+    """Return whether a pass is one operator: for a kernel, or with live numbers."""
+    if live is None or not lists[0][0].is_cuda:
+        return live is not None or _is_served(lists)
+    if not _is_served(lists):
+        found = [str(some[0].dtype) for some in lists if some]
+        rule = f"needs contiguous tensors of at most 32 bits, but some of {found} are not"
+        raise ConfigurationError("optimizer_cuda_graph", True, rule, "Turn it off")
+    return True
 
 
 def _is_served(lists: Sequence[Sequence[Tensor]]) -> bool:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_eopt.base import gpu
 from megatron_eopt.base.names import MOMENT2, MOMENTUM, STEP
 from megatron_eopt.layouts import Layout
 from megatron_eopt.layouts.boxes import Int64Array
@@ -155,6 +156,8 @@ class MatrixMomentRule(AdaptiveMuonRule):
         self._coefficients: list[tuple[float, float]] = []  # (beta2, eps) of each parameter
         self._flat = torch.empty(0)
         self._divisors: Tensor | None = None
+        # decays of the statistics, and the same on the device
+        self._decays: tuple[list[float], Tensor] = [], torch.empty(0)
 
     def is_sharded_like_param(self, kind: str, value: Any) -> bool:
         """Whether a state has a number for each of the parameter's."""
@@ -193,11 +196,9 @@ class MatrixMomentRule(AdaptiveMuonRule):
         corrected, device = self.optimizer.bias_correction, self.engine.device
         everything = torch.zeros(sum(self._sizes), device=device)
         if corrected:
-            # on the host, as `MuonRule.init` keeps counts there; then one copy to the device
-            counts = torch.zeros(len(mine))
-            for number, item in stepped.items():
-                counts[number] = item.state[STEP]
-            everything = torch.cat([everything, counts.to(device)])
+            zero = torch.zeros((), device=self._device_of_counts)
+            counts = [stepped[n].state[STEP] if n in stepped else zero for n in range(len(mine))]
+            everything = torch.cat([everything, torch.stack(counts).to(device)])
         # views: the copy and the all-reduce below fill both parts
         self._flat, steps = everything.tensor_split([sum(self._sizes)])
         if stepped:
@@ -207,9 +208,11 @@ class MatrixMomentRule(AdaptiveMuonRule):
         self._reduce_max(everything)
         if corrected:
             # in float64, because 1 - beta2^step cancels in the first steps
-            decays = torch.tensor([beta2 for beta2, _ in self._coefficients], dtype=torch.float64)
+            decays = [beta2 for beta2, _ in self._coefficients]
+            if decays != self._decays[0]:
+                self._decays = decays, gpu.uploaded(np.array(decays, np.float64), device)
             # parameters without a gradient have step 0, and are not updated
-            self._divisors = 1 - decays.to(device) ** steps.double().clamp(min=1)
+            self._divisors = 1 - self._decays[1] ** steps.double().clamp(min=1)
 
     def _end(self, stepped: Mapping[int, Stepped]) -> None:
         """Write the statistics back to the states."""
@@ -233,11 +236,15 @@ class MatrixMomentRule(AdaptiveMuonRule):
 
     def _divisors_of(self, numbers: Sequence[int]) -> Tensor | float:
         """Return the bias corrections of parameters, float64 ``(n,)``; 1.0 without correction."""
-        return 1.0 if self._divisors is None else self._divisors[list(numbers)]
+        # an index that is a list would have to be copied to the device
+        divisors = self._divisors
+        return 1.0 if divisors is None else torch.stack([divisors[n] for n in numbers])
 
 
 class NorMuonRule(MatrixMomentRule):
     """NorMuon: divides rows or columns by their root mean squares where a matrix is computed."""
+
+    folds_clipping = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -282,8 +289,20 @@ class NorMuonRule(MatrixMomentRule):
     def _end(self, stepped: Mapping[int, Stepped]) -> None:
         """Share the new statistics with all ranks, and write them to the states."""
         self._reduce_max(self._new)
-        self._flat = self._new
+        if self.coefficient is None:
+            self._flat = self._new
+        else:
+            # a step with gradients that are not finite changes nothing
+            self._flat = torch.where(self.coefficient.isnan(), self._flat, self._new)
         super()._end(stepped)
+
+    def can_be_captured(self, groups: Sequence[ParamGroup]) -> bool:
+        """Whether this is NorMuon itself."""
+        return type(self) is NorMuonRule and self.optimizer.steps_in_pieces()
+
+    def captured(self, groups: Sequence[ParamGroup]) -> Any:
+        """Return settings of the optimizer, and of statistics."""
+        return super().captured(groups), [_settings(group) for group in groups]
 
 
 class NamoRule(MatrixMomentRule):

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.names import ELEMENT_WISE_STATE, FIRST_MOMENT, MOMENTUM, STEP
-from megatron_eopt.math.passes import adam_
+from megatron_eopt.math.passes import adam_, adam_numbers
 from megatron_eopt.optimizers.host_memory import HostMemory
+from megatron_eopt.optimizers.live_numbers import LiveNumbers
 from megatron_eopt.optimizers.nested_state import by_rows, leaves
 from megatron_eopt.optimizers.update_rule import (
     InitState,
@@ -32,6 +33,7 @@ class _InOnePass(torch.optim.Adam):
     """Works as torch's Adam with ``fused=True``; can scale gradients, see Note [Coefficients]."""
 
     coefficient: Tensor | None = None
+    live: LiveNumbers | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -44,7 +46,10 @@ class _InOnePass(torch.optim.Adam):
             self._init_group(group, *found)  # type: ignore[no-untyped-call]
             params, grads, firsts, seconds, largest, steps = found
             lists = (params, firsts, seconds, list(map(model_copy_of, params)), grads, steps)
-            adam_(lists, largest, self.coefficient, group)
+            live = None
+            if self.live is not None and params:
+                live = self.live.of("adam", group, params[0].device, adam_numbers)
+            adam_(lists, largest, self.coefficient, group, live)
         return loss
 
 
@@ -83,6 +88,15 @@ class ElementWiseRule(UpdateRule):
         self._coefficient = value
         if self.folds_clipping:
             self._optimizer.coefficient = value
+
+    def read_live(self, live: LiveNumbers) -> None:
+        """Read rates from ``live`` in all steps."""
+        super().read_live(live)
+        self._optimizer.live = live
+
+    def can_be_captured(self, groups: Sequence[ParamGroup]) -> bool:
+        """Whether this is Adam in one pass."""
+        return self.folds_clipping and not any(g["amsgrad"] or g["maximize"] for g in groups)
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create the state of every tensor, each with its own step counter."""

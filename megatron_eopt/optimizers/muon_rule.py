@@ -28,8 +28,9 @@ from torch import Tensor
 from megatron_eopt.base.gpu import SideStream
 from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.math.passes import MomentumMixing, empty_sums, mix_, update_
+from megatron_eopt.math.passes import MomentumMixing, empty_sums, mix_, update_, update_numbers
 from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
+from megatron_eopt.optimizers.live_numbers import NumbersOf
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import RoundedMomentum
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats
@@ -153,10 +154,13 @@ class MuonRule(UpdateRule):
             elif MOMENTUM not in state[param]:
                 state[param][MOMENTUM] = torch.zeros_like(param, requires_grad=False)
             if self._counts_steps:
-                # update rules that read it on the host keep it there, to avoid a synchronization
-                device = self.engine.device if self.folds_clipping else "cpu"
-                zero = torch.zeros((), dtype=torch.float32, device=device)
-                state[param][STEP] = state[param].setdefault(STEP, zero).to(device)
+                zero = torch.zeros((), dtype=torch.float32, device=self._device_of_counts)
+                state[param][STEP] = state[param].setdefault(STEP, zero).to(zero.device)
+
+    @property
+    def _device_of_counts(self) -> torch.device:
+        # update rules that read them on the host keep them there, to avoid a synchronization
+        return self.engine.device if self.folds_clipping else torch.device("cpu")
 
     @property
     def _counts_steps(self) -> bool:
@@ -382,25 +386,23 @@ class MuonRule(UpdateRule):
     ) -> dict[int, Tensor]:
         """Mix gradients into ``momenta``, and return directions."""
         found: dict[int, Tensor] = {}
-        is_l2 = self.optimizer.weight_decay_method == "l2"
         for group, members in _by_group(stepped.values()):
             mine = [momenta[item.number] for item in members]
             outs = [
                 _out(kept, None if places is None else places[item.number], dtype, nesterov)
                 for kept, item in zip(mine, members, strict=True)
             ]
-            decay = group["weight_decay"] if is_l2 else 0.0
-            # Settings are read from the group in each step, so that they can be changed meanwhile.
-            # The constructor's defaults put them there (`momentum` of `muon_momentum`).
-            how = MomentumMixing(group["momentum"], nesterov, decay)
             grads: list[Any] = [item.param.grad for item in members]
             sums = [
                 None if places is None else self._empty_sums(item.number, out, places[item.number])
                 for item, out in zip(members, outs, strict=True)
             ]
             weights = [item.param for item in members]
+            # settings are read from the group in each step, so that they can be changed meanwhile
+            how = self._mixing(group, nesterov)
+            live = self._live("mix", group, lambda its: self._mixing(its, nesterov).numbers)
             # gradients are not clipped yet: the pass multiplies them by the coefficient
-            mix_(mine, outs, grads, weights, self.coefficient, how, sums)
+            mix_(mine, outs, grads, weights, self.coefficient, how, sums, live)
             for item, kept, out in zip(members, mine, outs, strict=True):
                 found[item.number] = kept if out is None else out.view(kept.shape)
         return found
@@ -459,18 +461,41 @@ class MuonRule(UpdateRule):
     def _write(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
         for group, members in _by_group(stepped):
             params = [item.param for item in members]
-            method = self.optimizer.weight_decay_method
-            # L2 decay is in the gradient already, see `_mixed`
-            rates = {"decoupled": group["lr"], "independent": 1.0, "l2": 0.0}
             update_(
                 params,
                 # taken from the tensors, so that nobody copies them again after the step
                 [model_copy_of(param) for param in params],
                 [updates[item.number] for item in members],
                 self.coefficient,
-                group["lr"],
-                group["weight_decay"] * rates[method],
+                *self._rates(group),
+                self._live("update", group, lambda its: update_numbers(*self._rates(its))),
             )
+
+    def _rates(self, group: Mapping[str, Any]) -> tuple[float, float]:
+        """Return the rate of updates, and the share of weights that decays."""
+        of_decay = {"decoupled": group["lr"], "independent": 1.0, "l2": 0.0}
+        decay = group["weight_decay"] * of_decay[self.optimizer.weight_decay_method]
+        return group["lr"], decay
+
+    def _mixing(self, group: Mapping[str, Any], nesterov: bool) -> MomentumMixing:
+        is_l2 = self.optimizer.weight_decay_method == "l2"
+        decay = group["weight_decay"] if is_l2 else 0.0
+        return MomentumMixing(group["momentum"], nesterov, decay, is_l2 and self.live is not None)
+
+    def _live(self, name: str, group: ParamGroup, numbers: NumbersOf) -> Tensor | None:
+        """Return the tensor with a pass's numbers, if steps may be captured."""
+        if self.live is None:
+            return None
+        return self.live.of(name, group, self.engine.device, numbers)
+
+    def can_be_captured(self, groups: Sequence[ParamGroup]) -> bool:
+        """Whether this is Muon itself."""
+        return type(self) is MuonRule and self.optimizer.steps_in_pieces()
+
+    def captured(self, groups: Sequence[ParamGroup]) -> Any:
+        """Return settings of the optimizer."""
+        optimizer = self.optimizer
+        return optimizer.nesterov, optimizer.weight_decay_method, optimizer.orthogonalization
 
     def _update(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]

@@ -50,7 +50,9 @@ def build_scalar_optimizer(
     if plain:
         kwargs.pop("capturable", None)
     is_fused = not (plain or megatron_optimizer.USING_PYTORCH_OPTIMIZER)
-    is_ours = name == "adam" and settings.config.fused_adam and not is_fused
+    # in a CUDA graph, other classes keep their rates, or cannot skip a step
+    in_graphs = settings.config.optimizer_cuda_graph and not plain
+    is_ours = name == "adam" and (in_graphs or (settings.config.fused_adam and not is_fused))
     if is_ours:
         kwargs["fused"] = True
     elif detect_fake_mode() is not None and not (is_fused or plain):
@@ -60,10 +62,10 @@ def build_scalar_optimizer(
     optimizer: torch.optim.Optimizer
     if name == "sgd":
         optimizer = (megatron_optimizer.SGD if is_fused else torch.optim.SGD)(groups, **kwargs)
-    elif is_fused:
-        optimizer = megatron_optimizer.Adam(groups, **{"adam_w_mode": decoupled, **kwargs})
     elif is_ours:
         optimizer = (AdamW if decoupled else Adam)(groups, **kwargs)
+    elif is_fused:
+        optimizer = megatron_optimizer.Adam(groups, **{"adam_w_mode": decoupled, **kwargs})
     else:
         # bit-equal to megatron-core with the same configuration
         optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(groups, **kwargs)

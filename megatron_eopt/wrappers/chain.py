@@ -42,6 +42,7 @@ from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.storage.interface import finish_gathers, gather_buckets, named_gradients
 from megatron_eopt.wrappers.gradients import GradNorm, clipped, folds_clipping, non_finite, unscale_
+from megatron_eopt.wrappers.graphs import CapturedSteps
 from megatron_eopt.wrappers.memory import Memory, memory_of
 from megatron_eopt.wrappers.overlap import Overlap
 from megatron_eopt.wrappers.stats import Stats
@@ -110,7 +111,17 @@ class OptimizerChain(ChainedOptimizer):
         self._last_norm = math.inf
         # norms of the last step, until the host reads them
         self._unread: dict[str | None, GradNorm] = {}
+        self._graphs: CapturedSteps | None = None
+        if settings.config.optimizer_cuda_graph:
+            self._graphs = CapturedSteps(self)
         remember(model_chunks, self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; what takes the place of ``step`` may be a CUDA graph of it."""
+        graphs = vars(self).get("_graphs")
+        if name == "step" and graphs is not None:
+            value = graphs.around(value)
+        super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise a ConfigurationTypeError, because copies could not step."""
@@ -175,6 +186,8 @@ class OptimizerChain(ChainedOptimizer):
                 rank with the same names, and no weight or state has changed. If the norm is a
                 tensor, the next step raises the error.
         """
+        if self._graphs is not None:
+            return self._graphs.step()
         with self._stats.collecting() if self.collects_stats else nullcontext():
             if not self.settings.config.log_optimizer_memory or self._transient is not None:
                 return self._prepared_step()
@@ -190,13 +203,13 @@ class OptimizerChain(ChainedOptimizer):
     def _prepared_step(self) -> tuple[bool, Any, float | None]:
         overflowed = self.prepare_grads()
         # an error of the last step is raised even if this step is skipped
-        self._read_late()
+        self.read_late()
         self._found_inf = None
         if overflowed:
             self.skipped_steps += 1
             return False, None, None
         # the flag whether gradients have changed is summed with the norm, in one all-reduce
-        norms = self._norms(None if self._overlap is None else self._overlap.join())
+        norms = self.norms(None if self._overlap is None else self._overlap.join())
         late = self._may_read_late(norms)
         found: Any = norms[None].value if late else self._read(norms)
         if self._overlap is not None and self._overlap.has_looked:
@@ -220,8 +233,12 @@ class OptimizerChain(ChainedOptimizer):
             done = self.step_with_ready_grads()
         if late:
             norms[None].send()
-            self._unread = norms
+            self.keep_unread(norms)
         return done, found, zeros
+
+    def keep_unread(self, norms: dict[str | None, GradNorm]) -> None:
+        """Let the next step read these norms."""
+        self._unread = norms
 
     def _has_copies(self) -> bool:
         groups = [child.get_grad_stats_parallel_group() for child in self.chained_optimizers]
@@ -232,7 +249,7 @@ class OptimizerChain(ChainedOptimizer):
     def _steps_done(self) -> int:
         return max((link.storage.steps for link in self.links), default=0)
 
-    def _read_late(self) -> None:
+    def read_late(self) -> None:
         """Read the norms of the last step, which changed nothing if one is not finite."""
         try:
             if self._unread:
@@ -271,7 +288,7 @@ class OptimizerChain(ChainedOptimizer):
     def step_with_ready_grads(self) -> bool:
         """Step all optimizers, then gather parameters unless the forward pass does."""
         check_may_step(self)
-        self._frozen.warn()
+        self.warn_of_unfrozen()
         self._found_inf = None
         if self._overlap is not None:
             # gathers each bucket itself
@@ -283,6 +300,10 @@ class OptimizerChain(ChainedOptimizer):
             child.step_in_chain()
         self.gather_params()
         return True
+
+    def warn_of_unfrozen(self) -> None:
+        """Log a warning if parameters have been unfrozen, which no optimizer updates."""
+        self._frozen.warn()
 
     def gather_params(self, *, now: bool = False) -> None:
         """Gather stepped weights to all ranks, ``now`` even if hooks would do so; collective."""
@@ -315,21 +336,25 @@ class OptimizerChain(ChainedOptimizer):
             NonFiniteError: If the norm, or that of a group with a norm of its own, is inf or nan,
                 unless the configuration skips steps with this norm; same names on every rank.
         """
-        self._read_late()
-        return self._read(self._norms())
+        self.read_late()
+        return self._read(self.norms())
 
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Clip gradients to a norm of ``clip_grad``; return the norm before; collective."""
         check_number("clip_grad", clip_grad, above=0)
-        self._read_late()
-        norms = self._norms()
+        self.read_late()
+        norms = self.norms()
         found = self._read(norms)
         with clipped(self.links, clip_grad, norms, fold=False):
             pass
         return found
 
-    def _norms(self, flag: Tensor | None = None) -> dict[str | None, GradNorm]:
+    def norms(self, flag: Tensor | None = None) -> dict[str | None, GradNorm]:
+        """Return the norms of all gradients, and of each group with a norm of its own; collective.
+
+        ``flag`` is as in :class:`GradNorm`.
+        """
         names = (
             None,
             # megatron-core's answer is collective the first time, so all ranks ask in the same
@@ -508,6 +533,10 @@ class OptimizerChain(ChainedOptimizer):
         self.skipped_steps += 1
         if self._overlap is not None:
             self._overlap.forget()
+        if self._graphs is not None:
+            # a trainer that has cleared gradients since has left them in DDP's buffers
+            for link in self.links:
+                link.storage.collect_gradients()
         found = non_finite(self.chained_optimizers, names_in(self._named_chunks), norms)
         # all gradients can be finite while the sum of their squares overflows float32
         raise NonFiniteError("gradients" if found else "norm", sorted(found) or ["all gradients"])

@@ -20,7 +20,7 @@ from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.place import refuse_part
 from megatron_eopt.base.upstream import find_upstream, require_upstream
 from megatron_eopt.config.arguments import arguments_of
-from megatron_eopt.config.checks import check_alike, refuse_for_matrices
+from megatron_eopt.config.checks import check_alike, refuse_for_graphs, refuse_for_matrices
 from megatron_eopt.config.registry import Overrides, is_muon, state_layout_of
 from megatron_eopt.config.settings import Settings, resolve
 from megatron_eopt.math import resolve_coefficients, sound_precision
@@ -116,6 +116,7 @@ def get_megatron_optimizer(
             pg_collection,
             folder,
         )
+    raise_together(lambda: refuse_for_graphs(settings.config))
     context = OptimizerBuildContext(
         settings, routing, model_chunks, pg_collection, use_gloo_process_groups
     )

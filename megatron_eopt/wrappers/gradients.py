@@ -121,8 +121,8 @@ class GradNorm:
 
     def send(self) -> None:
         """Start to copy the norm to the host for :meth:`read`, and release the gradients."""
-        self._sent = HostCopy(self.value)
-        if self.value.is_cuda:
+        is_first, self._sent = self._sent is None, HostCopy(self.value)
+        if is_first and self.value.is_cuda:
             # addresses are enough to name parameters, since DDP's gradient buffers do not move
             self._of_each = [([g.data_ptr() for g in grads], n) for grads, n in self._of_each]
 
@@ -144,13 +144,14 @@ class GradNorm:
             if not math.isfinite(norm)
         }
 
-    def factor(self, most: float) -> Tensor:
+    def factor(self, most: float | Tensor) -> Tensor:
         """Return ``min(1, most / (norm + 1e-6))``, float32 of shape () on the device.
 
-        It is 1 if ``most`` is 0, and NaN if the norm is not finite.
+        It is 1 if ``most`` is 0 or a tensor of inf, and NaN if the norm is not finite.
         """
-        limit = torch.full_like(self.value, most or math.inf)
-        scale = torch.div(limit, self.value + _MARGIN).clamp_(max=1.0)
+        if not isinstance(most, Tensor):
+            most = torch.full_like(self.value, most or math.inf)
+        scale = torch.div(most, self.value + _MARGIN).clamp_(max=1.0)
         # inf - inf and nan - nan are nan
         return (scale + (self.value - self.value)).float()
 
@@ -181,13 +182,18 @@ def folds_clipping(link: ChainLink) -> bool:
 
 @contextmanager
 def clipped(
-    links: Sequence[ChainLink], most: float, norms: Mapping[str | None, GradNorm], *, fold: bool
+    links: Sequence[ChainLink],
+    most: float | Tensor,
+    norms: Mapping[str | None, GradNorm],
+    *,
+    fold: bool,
 ) -> Iterator[None]:
     """In a block, clip gradients to a norm of ``most``.
 
     Args:
         links: The optimizers of the chain.
-        most: Largest norm; 0 turns clipping off.
+        most: Largest norm; 0 turns clipping off. If a tensor (inf turns clipping off), all update
+            rules must fold clipping, and the host does not wait.
         norms: The norm of each special group by its name, and of all other gradients by None.
         fold: Whether update rules that support it clip while they read gradients.
     """
@@ -195,12 +201,14 @@ def clipped(
     for update_rule in (update_rule for link in links for update_rule in link.update_rules):
         update_rule.coefficient = None
         if fold and update_rule.folds_clipping:
-            # ``factor(0)`` is 1, or NaN if the norm is not finite, so that the rule writes nothing
-            factor = factors[None] if update_rule.is_clipped else norms[None].factor(0)
-            update_rule.coefficient = factor if _counts(factor) else None
+            # `factor(0)` is 1, or NaN if the norm is not finite, so that the rule writes nothing
+            factor = factors[None] if update_rule.is_clipped else norms[None].factor(0.0)
+            is_known = not isinstance(most, Tensor) and not _counts(factor)
+            update_rule.coefficient = None if is_known else factor
     name_of = require_upstream("GRAD_NORM_GROUP_ATTR")
+    unfolded = not isinstance(most, Tensor) and most > 0
     by_norm: dict[str | None, list[Tensor]] = {}
-    for param in (param for link in links for param in _scaled(link)) if most > 0 else ():
+    for param in (param for link in links for param in _scaled(link)) if unfolded else ():
         if param.grad is not None:
             name = getattr(param, name_of, None)
             by_norm.setdefault(name, []).append(local_of(param.grad).detach())

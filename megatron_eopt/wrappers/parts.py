@@ -181,6 +181,7 @@ def build_sharded(
         off_loads = settings.offload_fraction > 0
         overlaps = settings.config.muon_overlap_dp_comm
         modes = {"optimizer_cpu_offload": off_loads, "muon_overlap_dp_comm": overlaps}
+        modes["optimizer_cuda_graph"] = settings.config.optimizer_cuda_graph
         for name in (name for name, is_on in modes.items() if is_on):
             rule = "is not supported by this storage"
             raise ConfigurationError(name, True, rule, f"Set {name}=False")

@@ -1,13 +1,22 @@
-"""Capture orthogonalization in a CUDA graph; replays on new values must equal plain calls."""
+"""Capture orthogonalization and whole steps in CUDA graphs; replays must equal plain calls.
 
+On a CPU, graphs of the tests' own replay the steps.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
+from typing import Any
 
 import torch
+from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
 from torch import Tensor
 
 from benchmarks.gpu_check.context import Context, Outcome
+from benchmarks.gpu_check.models import build, give_gradients
 from megatron_eopt.math import Orthogonalization, PrecisionT
 from megatron_eopt.math.algorithm import AlgorithmT
+from tests.harness.graphs import recorded_graphs
+from tests.harness.scene import forget_megatron
 
 SHAPES = ((1024, 4096), (4096, 1024), (8, 512, 2048))
 SMALL_SHAPES = ((64, 256), (256, 64), (4, 32, 128))
@@ -18,11 +27,26 @@ TOLERANCES: dict[PrecisionT, float] = {"highest": 1e-5, "medium": 2e-2}
 summation."""
 
 
+OPTIMIZERS = ("muon", "adaptive_muon", "adam")
+MODEL: dict[str, Any] = {"hidden": 64, "heads": 8, "query_groups": 4, "gated": True, "bias": True}
+STEPS = 4
+
+
 def run(context: Context) -> Outcome:
-    """Compare replays with plain calls, for both forms, both precisions, wide, tall and stacked."""
-    if context.device == "cpu":
-        return Outcome(skipped="a CPU has no CUDA graphs")
+    """Compare replays with plain calls: of steps, then of orthogonalization in every form."""
     outcome = Outcome()
+    # Triton's interpreter, which rehearses on a CPU, takes minutes for each
+    cases = [*product(OPTIMIZERS, (True, False))][: 1 if context.small else None]
+    for name, sharded in cases:
+        case = f"step of {name}, {'sharded' if sharded else 'replicated'}"
+        with outcome.noting(case):
+            differing = context.on_ranks(1, differing_tensors, name, sharded)[0]
+            outcome.figures[case] = {"tensors that differ": differing}
+            if differing:
+                outcome.problems.append(f"{case}: {differing} tensors differ after replays")
+    if context.device == "cpu":
+        outcome.skipped = "a CPU has no CUDA graphs"
+        return outcome
     deviations: dict[str, float] = {}
     shapes = SMALL_SHAPES if context.small else SHAPES
     for precision, algorithm, shape in product(TOLERANCES, ALGORITHMS, shapes):
@@ -35,8 +59,43 @@ def run(context: Context) -> Outcome:
                 outcome.problems.append(f"{name}: a replay deviates by {found:.1e}")
     equal = sum(found == 0 for found in deviations.values())
     outcome.headline = f"{len(deviations)} graphs replayed, {equal} with equal bits"
-    outcome.figures = {"deviations": deviations}
+    outcome.figures["deviations"] = deviations
     return outcome
+
+
+def differing_tensors(name: str, sharded: bool) -> int:
+    """Return how many weights and states of a captured run differ from those of plain steps."""
+    plain, replayed = (stepped(name, sharded, captures=captures) for captures in (False, True))
+    return sum(not torch.equal(a, b) for a, b in zip(plain, replayed, strict=True))
+
+
+def stepped(name: str, sharded: bool, *, captures: bool) -> list[Tensor]:
+    """Return weights and state after steps with changing rates, the second of them captured."""
+    fields = {"optimizer": name, "use_distributed_optimizer": sharded}
+    model = {**MODEL, "dtype": torch.bfloat16}
+    chunk, optimizer = build(model, {**fields, "optimizer_cuda_graph": True, "clip_grad": 0.1})
+    on_gpu = next(chunk.parameters()).is_cuda
+    graphs: AbstractContextManager[Any] = nullcontext() if on_gpu else recorded_graphs()
+    with graphs:
+        if captures:
+            optimizer.step = OptimizerCudaGraphWrapper(optimizer.step)
+        for step in range(STEPS):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.02 / (1 + step)
+            give_gradients(chunk, step)
+            optimizer.step()
+        if captures:
+            # the graph is the wrapper's class's
+            del optimizer.step
+            OptimizerCudaGraphWrapper.curr_iteration = 0
+    items = [(link, item) for link in optimizer.links for item in link.storage.main_shards()]
+    found = [tensor for _, item in items for tensor in (item.param, item.main)]
+    for link, item in items:
+        state = link.storage.optimizer.state[item.main]
+        found += [value for value in state.values() if isinstance(value, Tensor)]
+    copies = [tensor.detach().clone() for tensor in found]
+    forget_megatron()
+    return copies
 
 
 def deviation(compute: Orthogonalization, shape: tuple[int, ...]) -> float:

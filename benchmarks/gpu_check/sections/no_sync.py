@@ -48,7 +48,7 @@ def run(context: Context) -> Outcome:
                 if name != "adaptive_muon" or MAY_WAIT not in place
             ]
     if not outcome.problems:
-        outcome.headline = "the host waits for the gradient norm of adaptive Muon alone"
+        outcome.headline = "the host waits at most for the gradient norm of adaptive Muon"
     return outcome
 
 

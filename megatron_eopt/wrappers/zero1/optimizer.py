@@ -21,7 +21,7 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
     """Stores main weights and state of a buffer set in fragments, which a torch optimizer steps."""
 
     in_buffers = True
-    _is_quantized = False  # whether the model's weights are fp8 or fp4
+    is_quantized = False  # whether the model's weights are fp8 or fp4
     copy = 0  # index of this rank's copy of parameters whose rows are not cut
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -40,7 +40,7 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
         )
         self.main_of = {param: main for pair in groups for param, main in zip(*pair, strict=True)}
         wrapped = self.ddp_config
-        self._is_quantized = wrapped.fp8_param_gather or wrapped.fp4_param_gather
+        self.is_quantized = wrapped.fp8_param_gather or wrapped.fp4_param_gather
 
     @classmethod
     def _build_optimizer_group_ranges(cls, param_groups: Any, gbuf_ranges: Any) -> Any:
@@ -130,14 +130,14 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return main weights with the model's; none if the model's are fp8 or fp4."""
-        if self._is_quantized:
+        if self.is_quantized:
             return []
         pairs = [(main, self._param_view(param)) for param, main in self.main_of.items()]
         # a float32 parameter is its own main weight, unless a caller has moved one of them
         return [(main, view) for main, view in pairs if address_of(view) != address_of(main)]
 
     def _copy_main_params_to_model_params(self) -> None:
-        if self._is_quantized:
+        if self.is_quantized:
             super()._copy_main_params_to_model_params()
         else:
             self.copy_mains()

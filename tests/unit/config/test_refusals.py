@@ -72,7 +72,6 @@ MODES = [
     # optimizers of matrices in shares of Megatron's buffers
     flag("sharded", FROM_TRANSFORMER_ENGINE),
     flag("sharded", REUSES),
-    flag("sharded", "optimizer_cuda_graph"),
     flag("sharded", GATHERS_EARLY),
     Mode("sharded", f"DistributedDataParallelConfig.{REUSES}=True", ddp={REUSES: True}),
     # a step that begins before the gradient norm is known

@@ -20,9 +20,20 @@ ROUNDED: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 MIX = (FP32, BF16, FP32, None, FP64)
 ADAM = (FP32, FP32, FP32, BF16, FP32, FP32)
 KERNELS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
-    "mix": (triton_passes.mix, (*TABLES, 5, NUMBER, (0.5,) * 3, MIX), ROUNDED),
-    "update": (triton_passes.update, (*TABLES, 5, NUMBER, (0.5,) * 2, (FP32, BF16, BF16)), ROUNDED),
-    "adam": (triton_passes.adam, (*TABLES, 5, NUMBER, (0.5,) * 8, ADAM), ROUNDED),
+    "mix": (triton_passes.mix, (*TABLES, 5, NUMBER, (0.5,) * 3, None, MIX), ROUNDED),
+    "update": (
+        triton_passes.update,
+        (*TABLES, 5, NUMBER, (0.5,) * 2, None, (FP32, BF16, BF16)),
+        ROUNDED,
+    ),
+    "adam": (triton_passes.adam, (*TABLES, 5, NUMBER, (0.5,) * 8, None, ADAM), ROUNDED),
+    "live": (triton_passes.mix, (*TABLES, 5, NUMBER, (), SUMS, MIX), ROUNDED),
+    "live update": (
+        triton_passes.update,
+        (*TABLES, 5, NUMBER, (), SUMS, (FP32, BF16, BF16)),
+        ROUNDED,
+    ),
+    "live adam": (triton_passes.adam, (*TABLES, 5, NUMBER, (), SUMS, ADAM), ROUNDED),
     "copy": (block_copies._copy, (*TABLES, FP32, BF16), {"num_warps": 8}),
 }
 

@@ -9,7 +9,16 @@ import torch
 from torch.optim.adam import adam
 
 from megatron_eopt.base import gpu
-from megatron_eopt.math.passes import BLOCK, MomentumMixing, adam_, empty_sums, mix_, update_
+from megatron_eopt.math.passes import (
+    BLOCK,
+    MomentumMixing,
+    adam_,
+    adam_numbers,
+    empty_sums,
+    mix_,
+    update_,
+    update_numbers,
+)
 from tests.harness.kernels import interpreted_kernels
 
 SIZES = ((5000,), (1,), (0,), (33,), (7, 11), (64, 32))
@@ -173,6 +182,34 @@ def stepped(coefficient, copies, decoupled, count):
         lists = [weights, *moments, rounded, tensors(F32, 3 + step), steps]
         adam_(lists, [], factor(coefficient), group)
     return [*weights, *rounded, *moments[0], *moments[1], *steps]
+
+
+def all_passes(coefficient, is_live):
+    """Return what all passes write; if live, with their numbers on the device, not in the call."""
+    how, rates = MomentumMixing(0.95, True, 0.1), (0.02, 0.1)
+    group = {**SETTINGS, **FLAGS, "decoupled_weight_decay": True}
+    numbers = [how.numbers, update_numbers(*rates), adam_numbers(group)]
+    live = [torch.tensor(n, dtype=torch.float64) if is_live else None for n in numbers]
+    if is_live:
+        how, rates = MomentumMixing(0.5, True, 0.0, decays=True), (1.0, 0.0)
+        group |= {"lr": 1.0, "betas": (0.5, 0.5), "eps": 1.0, "weight_decay": 0.0}
+    given, factors = tensors(F32, 2), factor(coefficient)
+    momenta, outs = tensors(F32, 1), [out.view(-1) for out in tensors(BF16, 3)]
+    mix_(momenta, outs, given, tensors(F32, 4), factors, how, (), live[0])
+    weights, copies = tensors(F32, 5), tensors(BF16, 6)
+    update_(weights, copies, outs, factors, *rates, live[1])
+    moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
+    steps = [torch.zeros(()) for _ in weights]
+    for _ in range(2):
+        adam_([weights, *moments, copies, given, steps], [], factors, group, live[2])
+    return [*momenta, *outs, *weights, *copies, *moments[0], *moments[1], *steps]
+
+
+@pytest.mark.parametrize("coefficient", COEFFICIENTS)
+def test_live_numbers_give_the_bits_of_those_of_a_call(coefficient):
+    found, expected = (by_both(all_passes, coefficient, is_live) for is_live in (True, False))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours, theirs))
 
 
 def exact_adam(coefficient, decoupled, count):

@@ -18,7 +18,7 @@ from tests.harness.kernels import interpreted_kernels
 from tests.harness.scene import forget_megatron
 from tests.harness.tiers import mostly_long
 from tests.unit.storage.full_state import Case, build, differences, full_state, steps
-from tests.unit.storage.runs import REPLICATED, inject
+from tests.unit.storage.runs import NORMUON, REPLICATED, inject
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2, "dtype": torch.bfloat16}
 OFF_LOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
@@ -30,6 +30,7 @@ CASES = {
     "8-bit momentum": Case("muon", MODEL, config={"muon_momentum_dtype": "int8"}),
     "off-loaded": Case("muon", MODEL, config=OFF_LOADED | {"matrix_buffer_mb": 1 / 128}),
     "plain": Case("muon", MODEL, **REPLICATED),
+    "NorMuon": Case("adaptive_muon", MODEL, config=NORMUON),
     "adam": Case("adam", MODEL),
 }
 FOLDED, BEFORE, KERNELS, SKIPPED, NONE = range(5)

@@ -16,6 +16,7 @@ from tests.unit.storage.runs import (
     DENSE,
     FP16,
     MOE,
+    NORMUON,
     Run,
     gradients,
     make_chunk,
@@ -186,9 +187,8 @@ def read_late(late: bool, fields: dict[str, Any], storage: bool, bad: float) -> 
     """Step with good gradients, with clipped ones, with a bad one, and with good ones again."""
     run = Run(**fields, ddp={"use_distributed_optimizer": storage})
     chunk = make_chunk(run)
-    config = EmergingOptimizerConfig(
-        optimizer="muon", lr=0.01, use_distributed_optimizer=storage, **fields.get("config", {})
-    )
+    given = {"optimizer": "muon", "lr": 0.01, "use_distributed_optimizer": storage}
+    config = EmergingOptimizerConfig(**given | fields.get("config", {}))
     optimizer = megatron_eopt.get_megatron_optimizer(config, [chunk])
     optimizer.reads_norms_late = late
     found: dict[str, Any] = {"norms": []}
@@ -218,6 +218,7 @@ LATE: dict[str, tuple[bool, dict[str, Any]]] = {
         f"momentum in {dtype}": (True, {"config": {"muon_momentum_dtype": dtype}})
         for dtype in ("bf16", "int8")
     },
+    "NorMuon": (True, {"config": {"optimizer": "adaptive_muon", **NORMUON}}),
     "off-loaded": (
         True,
         {"config": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}},
