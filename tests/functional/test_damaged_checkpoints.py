@@ -53,9 +53,9 @@ def faults_in(run: Path) -> Iterator[tuple[set[str], str, Callable[[Path], objec
                 yield {path.name}, name, lambda copy, own=own, damage=damage: damage(copy / own)
     for path in files:
         name, other = path.relative_to(folder), run / "iter_0000001" / path.relative_to(folder)
-        if other.read_bytes() != path.read_bytes():
-            to = path.relative_to(run)
-            found = {path.name} if path.name != FINGERPRINTS else {file.name for file in files}
+        # with those of another save, all files are as if a program had written them anew
+        if other.read_bytes() != path.read_bytes() and path.name != FINGERPRINTS:
+            to, found = path.relative_to(run), {path.name}
             yield found, "foreign", lambda copy, to=to, other=other: shutil.copy(other, copy / to)
     for pair in itertools.combinations(files, 2):
         own = [path.relative_to(run) for path in pair]

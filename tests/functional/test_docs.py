@@ -171,9 +171,7 @@ def test_the_support_matrix_has_every_optimizer_and_a_test_in_each_row():
     text = (ROOT / "docs/reference/support.md").read_text()
     rows = re.findall(r"^\| (.*)(?<!Test) \|$", text, re.M)
     assert len(rows) > 50
-    assert [row for row in rows if "`tests/" not in row] == [
-        "Megatron-Core's padded `dist_muon` | ours | not tested | -"
-    ]
+    assert not [row for row in rows if "`tests/" not in row]
     assert set(re.findall(r"`(\w+)`", rows[0].split("|")[0])) == set(optimizer_names())
 
 

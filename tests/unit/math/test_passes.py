@@ -197,7 +197,8 @@ def all_passes(coefficient, is_live):
     momenta, outs = tensors(F32, 1), [out.view(-1) for out in tensors(BF16, 3)]
     mix_(momenta, outs, given, tensors(F32, 4), factors, how, (), live[0])
     weights, copies = tensors(F32, 5), tensors(BF16, 6)
-    update_(weights, copies, outs, factors, *rates, live[1])
+    updates = [out.view(weight.shape) for out, weight in zip(outs, weights, strict=True)]
+    update_(weights, copies, updates, factors, *rates, live[1])
     moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
     steps = [torch.zeros(()) for _ in weights]
     for _ in range(2):
