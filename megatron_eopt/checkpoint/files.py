@@ -75,10 +75,11 @@ def check_all(folder: Path) -> Files:
     files, wanted = from_rank_0(lambda: (_complete_files_in(folder), _noted_in(folder)))
     raise_together(lambda: _check_share(files))
     found = raise_together(lambda: _fingerprints_of_share(folder, files) if wanted else {})
-    foreign = sorted(gather_unique(k for k in found.items() - wanted.items() if k[0] in wanted))
+    now = dict(gather_unique(found.items()))
+    foreign = sorted(name for name in now.keys() & wanted.keys() if now[name] != wanted[name])
     # all saves write the same configuration
-    noted = {name for name, _ in gather_unique(found.items()) if name in wanted} - {CONFIG}
-    if foreign and len(foreign) == len(noted) > 1:
+    old, new = ({each[name] for name in each if name != CONFIG} for each in (wanted, now))
+    if len(foreign) > 1 and not old & new:
         text = "all files are of a later save, by a program without this package"
         from_rank_0(lambda: logger.warning("%s: %s", folder / FINGERPRINTS, text))
     elif foreign:
@@ -88,7 +89,7 @@ def check_all(folder: Path) -> Files:
             "Restore it, or load another iteration with --ckpt-step. If you have changed files on "
             f"purpose, remove {FINGERPRINTS}"
         )
-        raise CheckpointError("checkpoint", str(folder / foreign[0][0]), rule, hint)
+        raise CheckpointError("checkpoint", str(folder / foreign[0]), rule, hint)
     return files
 
 
