@@ -66,7 +66,7 @@ def test_python_compiles(page):
 # flags of the programs that commands start
 OF_TOOLS = {
     "torchrun": "--standalone --nproc-per-node --nnodes --rdzv-backend --rdzv-id --rdzv-endpoint "
-    "--rdzv-conf --local-addr",
+    "--rdzv-conf --local-addr --max-restarts",
     "pip": "--no-deps --wheel-dir",
     "docker": "--build-arg --gpus --ipc --ulimit",
     "sbatch": "--nodes --signal",
