@@ -51,6 +51,7 @@ _PHASES = {
     "megatron_eopt.math.backends": "orthogonalization",
     "megatron_eopt.optimizers.momentum": "momentum's rounding",
     "megatron_eopt.optimizers.muon_rule._apply": "weights",
+    "megatron_eopt.optimizers.muon_rule._write": "weights",
     "megatron_eopt.optimizers.muon_rule": "directions",
     "megatron_eopt.optimizers.windows": "directions",
     "megatron_eopt.optimizers.engine": "exchange",
