@@ -81,9 +81,11 @@ class BucketSpace:
 
     def _boxes(self, model_state: Mapping[str, Any]) -> Iterator[Box]:
         """Yield the boxes of all parameters in the buckets, those of other ranks, too."""
-        for index, ranges in enumerate(self._optimizer.gbuf_ranges):
-            buffer, (dtype,) = self._optimizer.buffers[index], ranges
-            spaces = parameter_spaces(model_state, buffer.param_index_map)
+        buffers = self._optimizer.buffers
+        spaces = parameter_spaces(model_state, [p for b in buffers for p in b.param_index_map])
+        for index, (buffer, (dtype,)) in enumerate(
+            zip(buffers, self._optimizer.gbuf_ranges, strict=True)
+        ):
             for param, (start, _, number) in buffer.param_index_map.items():
                 name = f"gbuf_idx_{index}.dtype_{dtype}.bucket_idx_{number}"
                 start -= buffer.buckets[number].offset

@@ -320,8 +320,9 @@ class OptimizerChain(ChainedOptimizer):
         """
         # a gather in progress would overwrite what is now copied to the buckets
         finish_gathers(self.model_chunks)
-        for child in self.chained_optimizers:
-            child.quantize_and_sync_model_params_from_main_params()
+        # all optimizers before the gather, which is that of all buckets of the model
+        self._stage_model_params_from_main_params()
+        self.gather_params(now=True)
 
     def _stage_model_params_from_main_params(self) -> None:
         """Copy main weights to this rank's part of the model's weights, without a gather."""

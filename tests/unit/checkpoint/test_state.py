@@ -1,6 +1,5 @@
 """Programs without the trainer: save, and load at other layouts and into other optimizers."""
 
-import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.distributed import DistributedDataParallel
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.checkpoint.keys import split_key, tensors
@@ -18,6 +18,7 @@ from megatron_eopt.optimizers.saved_groups import adopt
 from megatron_eopt.routing.groups import GROUP_ID
 from tests.functional.saved_states import differing, tensors_in
 from tests.harness import run_ranks
+from tests.harness.log import listening
 from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import (
     Case,
@@ -82,20 +83,14 @@ def test_all_ranks_compute_with_the_parameters_of_the_checkpoint(tmp_path):
 
 def outcome_of(case: Case, folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
     """Load; return the error, what was logged, and the largest momentum."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron_eopt")
-    logger.addHandler(handler)
-    try:
-        _, optimizer = resume(case, folder, **options)
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}", "", 0.0
-    finally:
-        logger.removeHandler(handler)
+    with listening() as lines:
+        try:
+            _, optimizer = resume(case, folder, **options)
+        except ValueError as error:
+            return f"{type(error).__name__}: {error}", "", 0.0
     states = [s for child in optimizer.chained_optimizers for s in child.optimizer.state.values()]
     momenta = [s["momentum_buffer"].abs().max() for s in states if "momentum_buffer" in s]
-    return "", "\n".join(records), float(max(momenta, default=torch.tensor(0.0)))
+    return "", "\n".join(lines), float(max(momenta, default=torch.tensor(0.0)))
 
 
 def outcome(world: int, case: Case, folder: Path, **options: Any) -> tuple[str, str, float]:
@@ -289,6 +284,23 @@ def _synced() -> None:
                 for part in optimizer.chained_optimizers if child else [optimizer]:
                     part.quantize_and_sync_model_params_from_main_params()
                 assert all(map(torch.equal, chunk.parameters(), before)), (case, child)
+
+
+def gathers_of_a_load(case: Case, folder: str) -> int:
+    """Return how often a load gathers the model's buckets."""
+    save_one(case, folder)
+    forget_megatron()
+    gather = DistributedDataParallel.start_param_sync
+    with mock.patch.object(
+        DistributedDataParallel, "start_param_sync", autospec=True, side_effect=gather
+    ) as calls:
+        resume(case, folder)
+    return int(calls.call_count)
+
+
+@pytest.mark.parametrize("case", [Case("muon", BF16), Case("muon", MOE, {"ep": 2})])
+def test_a_load_gathers_once_for_all_optimizers(tmp_path, case):
+    assert run_ranks(2, gathers_of_a_load, case, str(tmp_path)) == [1, 1]
 
 
 def test_the_model_gets_the_main_weights_when_asked():
