@@ -9,8 +9,9 @@ import torch
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
 from tests.harness.flips import KINDS, PLACES, Flip
+from tests.harness.log import listening
 from tests.unit.fsdp2.model import config, eager, make_model, set_gradients
-from tests.unit.optimizers.test_spot_checks import LAYOUTS, build, listening, stepped
+from tests.unit.optimizers.test_spot_checks import LAYOUTS, build, stepped
 from tests.unit.storage.runs import DENSE, Run, gradients
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]

@@ -1,6 +1,5 @@
 """What megatron-core's factory serves, ours serves: models, rates and parts of models."""
 
-import logging
 import math
 
 import pytest
@@ -13,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_eopt import ConfigurationError
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 from tests.harness import run_ranks
+from tests.harness.log import listening
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import (
     assert_same,
@@ -136,21 +136,17 @@ def test_a_rate_may_be_written_after_the_optimizer_is_built():
 
 
 def _no_matrix(optimizer, sharded):
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("megatron_eopt").addHandler(handler)
     initialize_megatron()
     trained = []
-    for name in (optimizer, "adam"):
-        chunk = wrapped(Scales(), sharded=sharded)
-        chain = get_megatron_optimizer(config_of(name, sharded=sharded), [chunk])
-        for seed in range(2):
-            backward(chunk, seed)
-            assert chain.step()[0]
-        trained.append(copies_of(chunk))
-    logging.getLogger("megatron_eopt").removeHandler(handler)
-    warned = [text for text in records if "is not used" in text]
+    with listening() as lines:
+        for name in (optimizer, "adam"):
+            chunk = wrapped(Scales(), sharded=sharded)
+            chain = get_megatron_optimizer(config_of(name, sharded=sharded), [chunk])
+            for seed in range(2):
+                backward(chunk, seed)
+                assert chain.step()[0]
+            trained.append(copies_of(chunk))
+    warned = [text for text in lines if "is not used" in text]
     assert len(warned) == (torch.distributed.get_rank() == 0)
     assert_same(*trained)
 

@@ -1,8 +1,5 @@
 """Spot checks: a flipped bit never gets into the weights, and clean steps raise no alarm."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.storage.interface import finish_gathers
 from tests.harness import run_ranks
 from tests.harness.flips import KINDS, PLACES, Flip, flipping
+from tests.harness.log import listening
 from tests.harness.tiers import mostly_long
 from tests.unit.storage.runs import (
     BF16,
@@ -74,27 +72,6 @@ def put_back(optimizer: Any, tensors: list[torch.Tensor]) -> None:
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, a, b))
-
-
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@contextmanager
-def listening() -> Iterator[list[str]]:
-    """Collect what is logged in a block."""
-    handler = _Lines()
-    logger = logging.getLogger("megatron_eopt")
-    logger.addHandler(handler)
-    try:
-        yield handler.lines
-    finally:
-        logger.removeHandler(handler)
 
 
 def stepped(run: Run, flips: list[Flip | None], late: bool = False) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@
 records the routing of all models of the installed libraries in :data:`EXPECTED`.
 """
 
-import logging
 import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -17,6 +16,7 @@ from torch import nn
 
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
+from tests.harness.log import listening
 
 EXPECTED = Path(__file__).with_suffix(".yaml")
 """By library, model and kind of parameter: optimizer, split, weight decay, and why."""
@@ -103,17 +103,6 @@ LIBRARIES: dict[str, tuple[Callable[[str], nn.Module], dict[str, Any]]] = {
 }
 
 
-class _Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def routing_of(library: str, name: str) -> dict[str, str]:
     """Return a model's routing by kind of parameter and, by number, what else is logged.
 
@@ -128,14 +117,10 @@ def routing_of(library: str, name: str) -> dict[str, str]:
         print_optimizer_routing=True,
         muon_convolutions=library != "transformers",
     )
-    logger, lines = logging.getLogger("megatron_eopt"), _Lines()
-    logger.addHandler(lines)
-    try:
+    with listening() as lines:
         build_optimizer(model, config)
-    finally:
-        logger.removeHandler(lines)
-    (table,) = (text for text in lines.texts if text.startswith("optimizer routing"))
-    logged = (_kind(text) for text in lines.texts if text is not table)
+    (table,) = (text for text in lines if text.startswith("optimizer routing"))
+    logged = (_kind(text) for text in lines if text is not table)
     return {**dict(_rows(table)), **{f"log {n}": text for n, text in enumerate(logged)}}
 
 

@@ -9,7 +9,8 @@ from megatron_eopt.base.errors import NonFiniteError
 from megatron_eopt.base.names import MOMENTUM
 from megatron_eopt.storage.interface import finish_gathers
 from tests.harness.flips import Flip, flip_, flipping
-from tests.unit.optimizers.test_spot_checks import build, held, listening, put_back, same
+from tests.harness.log import listening
+from tests.unit.optimizers.test_spot_checks import build, held, put_back, same
 from tests.unit.storage.runs import Run, gradients
 
 STOPPED, LEFT_OUT, RIGHT = "stopped on all ranks", "left out", "right bits"

@@ -1,6 +1,5 @@
 """A parameter that is unfrozen after the build is named once, at the next step."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -10,20 +9,11 @@ from torch.distributed.fsdp import fully_shard
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
+from tests.harness.log import listening
 from tests.unit.fsdp2.model import eager, set_gradients
 from tests.unit.storage.foreign import FIELDS, STORAGES, Foreign, built, inject, wrapped
 
 OWN_LOOPS = ("plain", "fully_shard")
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "frozen when the optimizer was built" in record.getMessage():
-            self.texts.append(record.getMessage())
 
 
 @eager
@@ -39,7 +29,6 @@ def said(storage: str) -> list[list[str]]:
     else:
         chunk = wrapped(storage, model)
         optimizer = built(storage, chunk)
-    logging.getLogger("megatron_eopt").addHandler(lines := Lines())
     found = []
     for step in range(4):
         if step == 1:
@@ -51,9 +40,9 @@ def said(storage: str) -> list[list[str]]:
             for param in frozen:
                 param.main_grad = param.detach().clone()
             inject(storage, chunk, step)
-        optimizer.step()
-        found.append(lines.texts)
-        lines.texts = []
+        with listening() as lines:
+            optimizer.step()
+        found.append([text for text in lines if "frozen when the optimizer was built" in text])
     return found
 
 
