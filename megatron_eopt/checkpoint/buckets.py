@@ -8,6 +8,7 @@ parameter is put together from ranges of the buckets that hold a part of it.
 import functools
 import math
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,11 @@ type Box = tuple[str, str, int, tuple[int, ...], tuple[int, ...], tuple[int, ...
 _SUFFIX = "/shard_0_1"
 """What dist_checkpointing appends to the key of an object."""
 
+_GROUPS = re.compile(
+    rf"((?P<chain>(?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_\d+\.)optimizer{_SUFFIX}"
+)
+"""The key of the groups that are saved beside the buckets of a model-parallel rank."""
+
 
 class BucketBox(NamedTuple):
     """A box of a parameter in a bucket of a checkpoint."""
@@ -51,11 +57,19 @@ class SavedBuckets:
 
 
 def read_buckets(folder: Path, metadata: Metadata) -> SavedBuckets:
-    """Read where parameters are in the buckets of a checkpoint, if it says so."""
+    """Read what a checkpoint says about its buckets."""
     boxes: dict[str, dict[tuple[int, ...], BucketBox]] = {}
     common: dict[str, dict[str, Any]] = {}
     there = metadata.state_dict_metadata
     for key in there:
+        match = _GROUPS.fullmatch(key)
+        # all model-parallel ranks have the same groups
+        if match is not None and match["chain"] not in common:
+            keys = {name: f"{match[1]}{name}{_SUFFIX}" for name in ("optimizer", "grad_scaler")}
+            its = {name: key for name, key in keys.items() if key in there}
+            common[match["chain"]] = {
+                n: object_at(folder, metadata, key)[0] for n, key in its.items()
+            }
         parts = split_key(key)
         if parts is None or parts.kind is not None or not parts.name.startswith("buffer_params."):
             continue
@@ -63,11 +77,6 @@ def read_buckets(folder: Path, metadata: Metadata) -> SavedBuckets:
         if not isinstance(layout, Mapping):
             continue  # written before boxes were saved
         prefix = next(p for p in layout["prefixes"] if f"{p}optimizer{_SUFFIX}" in there)
-        chain = prefix.partition("optimizer.")[0]
-        if chain not in common:  # all model-parallel ranks have the same groups
-            keys = {name: f"{prefix}{name}{_SUFFIX}" for name in ("optimizer", "grad_scaler")}
-            its = {name: key for name, key in keys.items() if key in there}
-            common[chain] = {n: object_at(folder, metadata, key)[0] for n, key in its.items()}
         for parameter, bucket, *box in layout["boxes"]:
             place = BucketBox(prefix + bucket, *box)
             # several model-parallel ranks may have a parameter

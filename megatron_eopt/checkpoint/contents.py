@@ -66,20 +66,17 @@ class Contents:
 
         ``reader`` is the optimizer that loads it; ``in_bucket`` says whether its bucket is there.
         """
-        if self.kinds or not self.in_buckets:
-            # a parameter that is saved under several keys has a kind of state only if all of them
-            # have it
-            stacks = (
-                self.kinds[stack] | self.kinds[unstacked_key(stack, space.places)]
-                for stack in space.keys
-            )
-            # state of matrices is under the parameter's own name only
-            kinds = set.intersection(*stacks) | self.kinds[space.name]
-            names = (space.name, space.key)
-            kinds -= MAINS | {STEP}
-            return self._groups.state_of(names, kinds, reader)
-        if not in_bucket:
-            return SavedState()
+        # a parameter that is saved under several keys has a kind of state only if all of them have
+        # it
+        stacks = (
+            self.kinds.get(stack, set()) | self.kinds.get(unstacked_key(stack, space.places), set())
+            for stack in space.keys
+        )
+        # state of matrices is under the parameter's own name only
+        kinds = set.intersection(*stacks) | self.kinds.get(space.name, set())
+        kinds -= MAINS | {STEP}
+        if kinds or not (in_bucket and self.in_buckets):
+            return self._groups.state_of((space.name, space.key), kinds, reader)
         # megatron-core saves only Adam and SGD in this form
         optimizer = "sgd" if MOMENTUM in self.in_buckets else "adam"
         return SavedState(frozenset(self.in_buckets - MAINS - {STEP}), (optimizer,))

@@ -9,6 +9,7 @@ import functools
 import logging
 import operator
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from megatron_eopt.base.agreement import (
     raise_together,
 )
 from megatron_eopt.base.upstream import require_upstream
+from megatron_eopt.checkpoint.bucket_order import boxes_by_order
 from megatron_eopt.checkpoint.buckets import SavedBuckets, read_buckets
-from megatron_eopt.checkpoint.contents import Shapes
+from megatron_eopt.checkpoint.contents import Contents, Shapes
 from megatron_eopt.checkpoint.requests import StateRequests
 from megatron_eopt.checkpoint.vocabulary import fill_new_rows
 from megatron_eopt.optimizers.continuation import Policy, log_notes
@@ -41,6 +43,11 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
     """
     requests = list(_requests(sharded_state_dict))
     shapes, groups, buckets = from_rank_0(lambda: _content(folder))
+    contents = Contents(shapes)
+    if contents.in_buckets and not contents.names_buckets:
+        orders = gather_unique(item.order for item in requests if item.order is not None)
+        found = raise_together(lambda: boxes_by_order(shapes, orders, contents.kinds.keys()))
+        buckets = replace(buckets, boxes=found)
     # the caller's and each optimizer's own configuration allow differences
     policy = functools.reduce(operator.or_, (item.policy for item in requests), policy)
     notes = raise_together(

@@ -65,7 +65,7 @@ class LoadPlan:
 
     def notes(self) -> list[Note]:
         """Return all differences from the checkpoint."""
-        in_bucket = any(value.bucket for value in self.chosen.values())
+        in_bucket = any(value.is_in_bucket for value in self.chosen.values())
         if in_bucket and not self._contents.names_buckets:
             text = "the checkpoint does not name the parameters of its buckets, matched by order"
             self._report.note(text)

@@ -8,6 +8,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron_eopt.base.agreement import any_rank, gather_objects, gather_unique, raise_together
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
+from megatron_eopt.checkpoint.bucket_order import order_of
 from megatron_eopt.checkpoint.gpt_layers import name_as_in_checkpoint
 from megatron_eopt.checkpoint.requests import StateRequests, bucket_spaces
 from megatron_eopt.optimizers.chain_link import ChainLink
@@ -38,10 +39,12 @@ def requested(
     main: str | None = None,
     policy: Policy,
     by_bucket: bool = False,
+    model_chunks: Sequence[Any] = (),
 ) -> dict[Any, Any]:
     """Return what ``dist_checkpointing`` saves or loads for a chain; collective.
 
-    ``main`` is the main optimizer's name in groups; for other arguments, see
+    ``main`` is the main optimizer's name in groups, and ``model_chunks`` have parameters in the
+    order in which megatron-core saves them by bucket; for other arguments, see
     :class:`~megatron_eopt.checkpoint.requests.StateRequests`.
     """
     prepare(links, is_loading=is_loading)
@@ -51,9 +54,12 @@ def requested(
     counts = None if is_loading else {rule: known[number, rule.name] for number, rule in numbered}
     if is_loading:
         raise_together(lambda: name_as_in_checkpoint(model_state))
-    requests = raise_together(
-        lambda: StateRequests(links, model_state, counts, policy, by_bucket=by_bucket)
-    )
+
+    def build() -> StateRequests:
+        order = order_of(model_chunks, model_state) if is_loading else None
+        return StateRequests(links, model_state, counts, policy, by_bucket=by_bucket, order=order)
+
+    requests = raise_together(build)
     # needs the other ranks, so it follows the part in which a rank may raise
     requests.unstack_partial()
     # equal on all ranks: groups, step counts by update rule, and loss scale

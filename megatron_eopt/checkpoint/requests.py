@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_repl
 from megatron_eopt.base.agreement import gather_unique, totals
 from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint import saved_state
+from megatron_eopt.checkpoint.bucket_order import Order
 from megatron_eopt.checkpoint.buckets import SavedBuckets
 from megatron_eopt.checkpoint.contents import Contents, Shapes, unstacked
 from megatron_eopt.checkpoint.keys import matrix_state_key
@@ -18,7 +19,14 @@ from megatron_eopt.checkpoint.migration import LoadPlan
 from megatron_eopt.checkpoint.parameter_space import ParameterSpace, parameter_spaces
 from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.optimizers.continuation import MAXIMA, Note, Policy, Reader, missing_state
+from megatron_eopt.optimizers.continuation import (
+    MAXIMA,
+    Note,
+    Policy,
+    Reader,
+    missing_state,
+    of_other_weights,
+)
 from megatron_eopt.optimizers.saved_groups import Groups, SavedGroups, optimizer_of
 from megatron_eopt.optimizers.update_rule import OF_GROUPS, UpdateRule, set_step
 
@@ -32,6 +40,7 @@ class StateRequests:
         counts: For saving, the step count of each update rule's state; None for loading.
         policy: What may differ from the checkpoint, according to the configuration.
         by_bucket: Whether to request state by bucket, until :meth:`adapt` knows the checkpoint.
+        order: The parameters of this rank in megatron-core's order.
 
     Raises:
         ConfigurationError: If a parameter is not in the model's state.
@@ -45,8 +54,10 @@ class StateRequests:
         policy: Policy,
         *,
         by_bucket: bool = False,
+        order: Order | None = None,
     ) -> None:
         self.policy = policy
+        self.order = order
         self._counts = counts
         groups = (g for s in links if s.update_rules for g in s.storage.optimizer.param_groups)
         self._optimizers = {name for group in groups if (name := optimizer_of(group))}
@@ -71,6 +82,7 @@ class StateRequests:
         self.param_state: dict[str, Any] = {}
         # groups and loss scale that the checkpoint has beside buckets of another layout
         self.common: Sequence[Mapping[str, Any]] = ()
+        self._by_order = False  # whether the checkpoint's buckets have no names of parameters
 
     def unstack_partial(self) -> None:
         """Unstack state that only some layers or experts of a stack have; collective."""
@@ -118,15 +130,16 @@ class StateRequests:
         buckets = buckets or SavedBuckets()
         self.common = buckets.common
         contents = Contents(shapes, SavedGroups(groups, self._optimizers), buckets.boxes)
+        self._by_order = not contents.names_buckets
         reading = LoadPlan(policy, contents, has_stepped=self._has_stepped)
         # state of one parameter continues or starts fresh together, see Note [Meaning of state]
         by_parameter: dict[str, dict[int, saved_state.StateValue]] = {}
         for index, value in enumerate(self._values):
-            by_parameter.setdefault(value.where.space.name, {})[index] = value
+            by_parameter.setdefault(value.where.space.name, {})[index] = value.apart_from_model()
         for values in by_parameter.values():
             reading.choose(values)
         reading.refuse()
-        self._chosen = {p: value.apart_from_model() for p, value in reading.chosen.items()}
+        self._chosen = reading.chosen
         self._update_param_state()
         return reading.notes()
 
@@ -138,6 +151,10 @@ class StateRequests:
         missing = [f"{v.where.space.name}: {v.kind}" for v in absent if v.kind not in may_lack]
         if missing:
             raise missing_state(sorted(missing))
+        for index in present if self._by_order else ():
+            value = self._chosen[index]
+            if value.kind in MAINS and value.is_in_bucket and not value.is_models(present[index]):
+                raise of_other_weights(value.where.space.name)
 
     def _complete_values(self, loaded: Mapping[str, Any]) -> dict[int, list[Any]]:
         """Return what was loaded for all pieces of a value, by its index."""

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from megatron_eopt.base.address import address_of
@@ -181,6 +182,24 @@ class StateValue:
                     return replace(self, pieces=(piece,), bucket=prefix)
         pieces = contents and contents.find_in_buckets(self.pieces, self.kind, kind)
         return replace(self, pieces=pieces) if pieces else None
+
+    @property
+    def is_in_bucket(self) -> bool:
+        """Whether it is read from buckets of many parameters."""
+        in_boxes = any(isinstance(piece, ShardedTensorFactory) for piece in self.pieces)
+        return self.bucket is not None or in_boxes
+
+    def is_models(self, loaded: Sequence[Tensor]) -> bool:
+        """Return whether main weights, loaded for each piece, are the model's after rounding."""
+        item = self.where.stored
+        assert item is not None
+        if is_float8tensor(item.param):
+            return True  # its rounding depends on whole blocks
+        flat = local_of(item.param).detach().reshape(-1)[item.start : item.stop]
+        pieces = self.where.space.pieces(self.kind, flat, item.start, self.where.replica)
+        its = [flat] if self.bucket else [piece.data for piece in pieces]
+        values = (value.view(mine.shape) for mine, value in zip(its, loaded, strict=True))
+        return all(map(torch.equal, its, (v.to(flat.dtype) for v in values)))
 
     def apart_from_model(self) -> "StateValue":
         """Return this value with memory of its own to read into, if it is a weight of the model.

@@ -257,14 +257,25 @@ def missing_state(
 
 
 def in_other_buckets() -> ConfigurationError:
-    """Return the error for state that Megatron's Adam has saved by bucket at another layout."""
+    """Return the error for state by bucket in which the model's parameters cannot be found."""
     rule = (
-        "this form of Adam's state, written without megatron-eopt, loads only at the tensor, "
-        "pipeline and expert parallelism and with the buckets that wrote it"
+        "this form of Adam's state, written without megatron-eopt, names no parameters, and those "
+        "of this model, in Megatron's order, fill its buckets at no layout with this expert "
+        "parallelism and evenly cut stages"
     )
     hint = (
         "Load it at that layout, also into another optimizer, and save once. That checkpoint loads "
         "at any layout"
+    )
+    return ConfigurationError("checkpoint", "dp_reshardable", rule, hint)
+
+
+def of_other_weights(name: str) -> ConfigurationError:
+    """Return the error for buckets that fit by size, but do not have the model's weights."""
+    rule = f"the weights in its buckets are not those of the model, first in {name}"
+    hint = (
+        "Load the model's weights with the optimizer's state. If they are, load at the layout that "
+        "wrote it, and save once"
     )
     return ConfigurationError("checkpoint", "dp_reshardable", rule, hint)
 

@@ -424,6 +424,7 @@ class OptimizerChain(ChainedOptimizer):
             main=self._main,
             policy=self.policy,
             by_bucket=by_bucket,
+            model_chunks=self._named_chunks,
         )
 
     def load_state_dict(self, state_dict: Any) -> None:
