@@ -176,10 +176,12 @@ class StateValue:
         """
         stored, buckets = self.where.stored, self.where.buckets
         if buckets is not None and stored is not None and self.flat is not None:
+            flat = torch.empty_like(self.flat) if self.homes else self.flat
+            homes = (self.flat,) if self.homes else ()
             for prefix in buckets.prefixes:
-                piece = buckets.piece(stored.param, kind, self.flat, prefix)
+                piece = buckets.piece(stored.param, kind, flat, prefix)
                 if contents is None or contents.has_bucket(piece, buckets.params_key):
-                    return replace(self, pieces=(piece,), bucket=prefix)
+                    return replace(self, pieces=(piece,), bucket=prefix, homes=homes)
         pieces = contents and contents.find_in_buckets(self.pieces, self.kind, kind)
         return replace(self, pieces=pieces) if pieces else None
 
@@ -195,11 +197,19 @@ class StateValue:
         assert item is not None
         if is_float8tensor(item.param):
             return True  # its rounding depends on whole blocks
-        flat = local_of(item.param).detach().reshape(-1)[item.start : item.stop]
-        pieces = self.where.space.pieces(self.kind, flat, item.start, self.where.replica)
-        its = [flat] if self.bucket else [piece.data for piece in pieces]
-        values = (value.view(mine.shape) for mine, value in zip(its, loaded, strict=True))
-        return all(map(torch.equal, its, (v.to(flat.dtype) for v in values)))
+        assert self.flat is not None
+        model = local_of(item.param).detach().reshape(-1)[item.start : item.stop]
+        moved = model.storage_offset() - self.flat.storage_offset()
+        for home, value in zip(self._homes, loaded, strict=True):
+            its = model.as_strided(home.shape, home.stride(), home.storage_offset() + moved)
+            if not torch.equal(its, value.view(home.shape).to(model.dtype)):
+                return False
+        return True
+
+    @property
+    def _homes(self) -> tuple[Any, ...]:
+        """Where what is loaded for each piece belongs."""
+        return self.homes or tuple(piece.data for piece in self.pieces)
 
     def apart_from_model(self) -> "StateValue":
         """Return this value with memory of its own to read into, if it is a weight of the model.
@@ -218,8 +228,7 @@ class StateValue:
 
     def take(self, loaded: Sequence[Any]) -> None:
         """Write what was loaded for each piece into the state, unless it was loaded in place."""
-        homes = self.homes or tuple(piece.data for piece in self.pieces)
-        for piece, home, value in zip(self.pieces, homes, loaded, strict=True):
+        for piece, home, value in zip(self.pieces, self._homes, loaded, strict=True):
             if isinstance(piece, ShardedObject):
                 assert self.kept is not None
                 self.kept.replace(value)

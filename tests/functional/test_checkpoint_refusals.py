@@ -12,6 +12,7 @@ from tests.harness import run_ranks
 SHARDED = ["--use-distributed-optimizer", "--override-opt-param-scheduler"]
 MUON = ["--optimizer", "muon", *SHARDED]
 ADAM = ["--optimizer", "adam", *SHARDED]
+TP2 = ["--tensor-model-parallel-size", "2"]
 TORCH = ["--ckpt-format", "torch"]
 
 
@@ -52,9 +53,24 @@ def test_files_of_another_optimizer_are_refused(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("present", [MUON, ADAM], ids=["muon", "adam"])
-def test_megatrons_buckets_of_another_layout_are_refused(tmp_path, present):
-    flags = [*TINY, "--train-iters", "2", *ADAM, "--save", str(tmp_path), "--save-interval", "2"]
-    run_ranks(2, run_here, run_stock, flags, cpu=False, timeout=240)
-    error = refused(tmp_path, *present, "--tensor-model-parallel-size", "2")
+def test_megatrons_buckets_are_loaded_at_another_layout(tmp_path, present):
+    flags = [*TINY, *ADAM, "--save", str(tmp_path), "--save-interval", "2"]
+    run_ranks(2, run_here, run_stock, [*flags, "--train-iters", "2"], cpu=False, timeout=240)
+    # dropout depends on the layout
+    still = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+    more = ["--train-iters", "5", *present, *still, "--load", str(tmp_path)]
+    found = [losses(train(*more, *layout, timeout=240)) for layout in ([], TP2)]
+    as_written, other = ([float(loss) for loss in its] for its in found)
+    assert len(other) == 3
+    # sums of another order, over three steps
+    assert as_written == pytest.approx(other, rel=1e-4)
+
+
+@pytest.mark.long
+def test_megatrons_buckets_of_experts_are_refused_at_another_expert_parallelism(tmp_path):
+    experts = ["--num-experts", "4", "--expert-model-parallel-size"]
+    flags = [*TINY, *ADAM, *experts, "2", "--save", str(tmp_path), "--save-interval", "2"]
+    run_ranks(2, run_here, run_stock, [*flags, "--train-iters", "2"], cpu=False, timeout=240)
+    error = refused(tmp_path, *ADAM, *experts, "1")
     # the cause comes first, not a list of parameters, nor a flag that does not help
     assert error.startswith("ConfigurationError: checkpoint='dp_reshardable': this form of Adam's")
