@@ -175,7 +175,7 @@ def _read_keys(contents: Contents, metadata: Metadata) -> Mapping[str, Any]:
 
 def _where_it_loads(of_matrices: Sequence[str], slabs: int, *, by_bucket: bool) -> Iterator[str]:
     if by_bucket:
-        yield "at any tensor, pipeline and data parallelism if stages are cut evenly; at the same EP"
+        yield "at any tensor, pipeline and data parallelism, if stages are even; at the same EP"
         return
     yield "at any tensor, pipeline, expert and data parallelism; not into Megatron-FSDP"
     kinds = " ".join(of_matrices)
