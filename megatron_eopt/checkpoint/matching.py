@@ -45,7 +45,8 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
     shapes, groups, buckets = from_rank_0(lambda: _content(folder))
     contents = Contents(shapes)
     if contents.in_buckets and not contents.names_buckets:
-        orders = gather_unique(item.order for item in requests if item.order is not None)
+        mine = raise_together(lambda: [item.order() for item in requests if item.order])
+        orders = gather_unique(mine)
         found = raise_together(lambda: boxes_by_order(shapes, orders, contents.kinds.keys()))
         buckets = replace(buckets, boxes=found)
     # the caller's and each optimizer's own configuration allow differences

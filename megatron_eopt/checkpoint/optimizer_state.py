@@ -1,5 +1,6 @@
 """The state of a chain of optimizers, as ``dist_checkpointing`` saves and loads it."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -54,12 +55,11 @@ def requested(
     counts = None if is_loading else {rule: known[number, rule.name] for number, rule in numbered}
     if is_loading:
         raise_together(lambda: name_as_in_checkpoint(model_state))
-
-    def build() -> StateRequests:
-        order = order_of(model_chunks, model_state) if is_loading else None
-        return StateRequests(links, model_state, counts, policy, by_bucket=by_bucket, order=order)
-
-    requests = raise_together(build)
+    # only few checkpoints need it
+    order = functools.partial(order_of, model_chunks, model_state)
+    requests = raise_together(
+        lambda: StateRequests(links, model_state, counts, policy, by_bucket=by_bucket, order=order)
+    )
     # needs the other ranks, so it follows the part in which a rank may raise
     requests.unstack_partial()
     # equal on all ranks: groups, step counts by update rule, and loss scale

@@ -1,7 +1,7 @@
 """The state that a chain of optimizers saves or loads with ``dist_checkpointing``."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,7 @@ class StateRequests:
         counts: For saving, the step count of each update rule's state; None for loading.
         policy: What may differ from the checkpoint, according to the configuration.
         by_bucket: Whether to request state by bucket, until :meth:`adapt` knows the checkpoint.
-        order: The parameters of this rank in megatron-core's order.
+        order: Returns the parameters of this rank in megatron-core's order.
 
     Raises:
         ConfigurationError: If a parameter is not in the model's state.
@@ -54,7 +54,7 @@ class StateRequests:
         policy: Policy,
         *,
         by_bucket: bool = False,
-        order: Order | None = None,
+        order: Callable[[], Order] | None = None,
     ) -> None:
         self.policy = policy
         self.order = order
