@@ -14,6 +14,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor, distributed
 
@@ -411,6 +413,12 @@ class OptimizerChain(ChainedOptimizer):
         if by_bucket and not is_loading:
             # megatron-core writes this form itself; ``checkpoint/requests.py`` only reads it
             state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+            for item in nested_values(state):
+                if isinstance(item, ShardedObject) and item.key.endswith(".optimizer"):
+                    for group in item.data["param_groups"]:
+                        # megatron-core, which matches groups, names all optimizers but the main one
+                        if group["optimizer"] == self._main:
+                            del group["optimizer"]
             state[BUFFER_PARAMS] = optimizer_state.described_buckets(
                 self.links, model_sharded_state_dict
             )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_eopt import ConfigurationError, checkpoints
@@ -22,8 +23,10 @@ from tests.unit.storage.full_state import (
     build,
     differences,
     load,
+    save,
     sharded,
     steps,
+    unwrapped,
     write,
 )
 from tests.unit.storage.runs import MOE, REPLICATED
@@ -80,6 +83,29 @@ def moments(state: dict[str, Any]) -> dict[str, Any]:
     }
     assert found
     return found
+
+
+def rewrite(case: Case, folder: str, other: str) -> None:
+    """Load into megatron-core's optimizer, which must have stepped, and save again."""
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 1)
+    loaded = dist_checkpointing.load(sharded(case, chunk, optimizer, is_loading=True), folder)
+    unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
+    optimizer.load_state_dict(loaded["optimizer"])
+    write(case, chunk, optimizer, other)
+
+
+@pytest.mark.long
+def test_megatron_core_reads_what_this_package_writes(tmp_path):
+    stock = Case("adam", BF16, form="dp_reshardable", stock=True)
+    ours = replace(stock, stock=False)
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    for folder in (mine, theirs):
+        folder.mkdir()
+    saved = run_ranks(2, save, [ours], str(mine))[0]
+    run_ranks(1, rewrite, stock, str(mine / "0"), str(theirs / "0"))
+    read = run_ranks(1, load, [ours], str(theirs))[0]
+    assert not differences(moments(saved[0]), moments(read[0]))
 
 
 def load_weights_of_another(case: Case, folder: str) -> str:
