@@ -48,6 +48,7 @@ _NUMBERS = {
     "memory": (float, "memory bandwidth in bytes/s"),
     "link": (float, "bytes/s that it sends inside a node"),
     "network": (float, "bytes/s that it sends to other nodes"),
+    "capacity": (float, "bytes of its memory"),
     "gpus": (int, "GPUs per node (default: 8)"),
     "efficiency": (float, "share of the peak that matrix products use (default: 0.6)"),
 }
