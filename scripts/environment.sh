@@ -52,3 +52,5 @@ set_up_environment
 export PATH="$root/.venv/bin:$PATH"
 # at each import, megatron-core warns about GPU packages that are not installed
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
+# torch warns of a machine that has CUDA's compiler but no GPU
+export TORCH_LOGS="${TORCH_LOGS:--torch.utils.cpp_extension}"
