@@ -85,7 +85,7 @@ def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
     """Print what a plan is based on, and its tables."""
     cuts = plan.layout
     console.print(
-        f"[bold]{plan.architecture.name}[/bold] on {cuts.world_size} x {gpu}: tp {cuts.tensor}, "
+        f"{plan.architecture.name} on {cuts.world_size} x {gpu}: tp {cuts.tensor}, "
         f"pp {cuts.pipeline}, dp {cuts.data}, ep {cuts.expert}, etp {cuts.expert_tensor}"
     )
     _show_sources(sources, console)
