@@ -29,7 +29,7 @@ install_packages() {
     "$python" -m uv pip install --quiet --python "$python" --no-deps --editable .
     # otherwise every process spends 15 seconds compiling the 3,000 modules that it imports
     if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then
-        "$python" -m compileall -qq -j 0 .venv/lib/python3*/site-packages || true
+        "$python" -W ignore -m compileall -qq -j 0 .venv/lib/python3*/site-packages || true
     fi
 }
 
@@ -52,3 +52,5 @@ set_up_environment
 export PATH="$root/.venv/bin:$PATH"
 # at each import, megatron-core warns about GPU packages that are not installed
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
+# torch warns of a machine that has CUDA's compiler but no GPU
+export TORCH_LOGS="${TORCH_LOGS:--torch.utils.cpp_extension}"

@@ -87,7 +87,8 @@ whole model was trained with these flags here.
 """
 
 COLUMNS = (
-    "| Weights and gradients | Optimizer state | Sent | Muon's step | Adam's step | Gathering |",
+    "| Weights and gradients | Main weights and state | Sent | Muon's step | Adam's step "
+    "| Gathering |",
     "|---:|---:|---:|---:|---:|---:|",
 )
 

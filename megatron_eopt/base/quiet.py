@@ -19,6 +19,10 @@ _OF_NO_USE = (
     r"Overriding default arguments for ",
     r"'pin_memory' argument is set as true but no accelerator is found",
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+    # about how megatron-core calls torch when it loads a checkpoint
+    r"torch\.distributed is disabled, unavailable or uninitialized",
+    r"The argument order of load has been changed",
+    r"Please use DTensor instead and we are deprecating ShardedTensor",
 )
 """Warnings of upstream that no user of an optimizer can act on, as regular expressions."""
 

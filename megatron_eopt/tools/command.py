@@ -48,6 +48,7 @@ _NUMBERS = {
     "memory": (float, "memory bandwidth in bytes/s"),
     "link": (float, "bytes/s that it sends inside a node"),
     "network": (float, "bytes/s that it sends to other nodes"),
+    "capacity": (float, "bytes of its memory"),
     "gpus": (int, "GPUs per node (default: 8)"),
     "efficiency": (float, "share of the peak that matrix products use (default: 0.6)"),
 }
@@ -69,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(arguments, "model", None) is not None:
             # once more, with the recipe's settings as defaults, which flags override
             arguments = command_parser(recipe(arguments.model)).parse_args(argv)
-        arguments.run(arguments, Console())
+        # names of split weights end as markup does: "weight[gate]"
+        arguments.run(arguments, Console(markup=False))
     except (ConfigurationError, ConfigurationTypeError) as error:
         sys.stderr.write(f"megatron-eopt: {error}\n")
         return 2

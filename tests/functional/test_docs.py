@@ -152,6 +152,7 @@ OTHERS = {
     "(TP, PP) mismatch": "megatron.training.checkpointing",
     "--ckpt-fully-parallel-save": "megatron.training.checkpointing",
     "different number of parameter groups": "torch.optim.optimizer",
+    "Failed to compile the C++ dataset helper functions": "megatron.core.datasets.utils",
 }
 OF_C = {"malloc(): unaligned tcache chunk", "zip() argument 2 is shorter"}
 

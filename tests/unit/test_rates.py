@@ -78,6 +78,9 @@ def test_the_command_converts_the_rate_of_each_weight():
     proj = next(rate for name, rate in rates.items() if "linear_proj" in name)
     assert proj == pytest.approx(0.02 * math.sqrt(2) * math.sqrt(64 / 64))
     assert "All updates stay the same with --muon-lr 0.05" in shown[1]
+    names = {name for name in by_end if len(name) < 30}  # longer ones are folded
+    assert any("[" in name for name in names)
+    assert not [name for name in names if name not in shown[1]]
 
 
 def test_wrong_settings_are_refused():

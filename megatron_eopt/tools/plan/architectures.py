@@ -97,7 +97,7 @@ def flags_among(words: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def from_flags(flags: Mapping[str, Any], name: str = "flags") -> Architecture:
+def from_flags(flags: Mapping[str, Any], name: str = "your model") -> Architecture:
     """Return the architecture that Megatron's trainer builds from its flags.
 
     Args:

@@ -18,6 +18,7 @@ class Machine:
     memory: float  # memory bandwidth in bytes/s
     link: float  # bytes/s that it sends to GPUs of its node
     network: float  # bytes/s that it sends to other nodes
+    capacity: float  # bytes of its memory
     gpus: int = 8  # GPUs per node
     efficiency: float = 0.6  # share of ``flops`` that matrix products use, at most 1
     latency: float = 1e-5  # seconds before a collective begins to move data
@@ -29,10 +30,11 @@ class Machine:
 
 
 MACHINES = {
-    "A100": Machine(312e12, 2.04e12, 300e9, 25e9),
-    "H100": Machine(989e12, 3.35e12, 450e9, 50e9),
-    "H200": Machine(989e12, 4.8e12, 450e9, 50e9),
-    "B200": Machine(2250e12, 8e12, 900e9, 50e9),
+    "A100": Machine(312e12, 2.04e12, 300e9, 25e9, 80 * 2**30),
+    "H100": Machine(989e12, 3.35e12, 450e9, 50e9, 80 * 2**30),
+    "H200": Machine(989e12, 4.8e12, 450e9, 50e9, 141 * 2**30),
+    "B200": Machine(2250e12, 8e12, 900e9, 50e9, 180 * 2**30),
 }
 """From NVIDIA's data sheets of the SXM modules: bfloat16 without sparsity, NVLink in one direction,
-and one network adapter of 200 (A100) or 400 Gbit/s per GPU, as in DGX systems."""
+and one network adapter of 200 (A100) or 400 Gbit/s per GPU, as in DGX systems. The sheets' GB of
+memory are about as many GiB."""

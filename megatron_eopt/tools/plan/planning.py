@@ -111,12 +111,18 @@ class Plan:
     fullest: tuple[int, Memory]
     tokens: int  # tokens per global batch
     train_step: float  # predicted seconds of the forward and backward pass
+    capacity: float  # bytes of a GPU's memory
     checks: Checks | None  # what spot checks add, if they are on
 
     @property
     def share(self) -> float:
         """The optimizer step's share of an iteration's time, without the all-gather."""
         return self.times.step / (self.times.step + self.train_step)
+
+    @property
+    def left(self) -> float:
+        """Bytes that the fullest rank has left for activations; negative if it does not fit."""
+        return self.capacity - self.fullest[1].total
 
 
 def plan(
@@ -164,6 +170,7 @@ def plan(
         fullest=(fullest.busiest, memory),
         tokens=tokens,
         train_step=operations / (layout.world_size * machine.flops * _UTILIZATION),
+        capacity=machine.capacity,
         checks=busiest.checks,
     )
 

@@ -59,6 +59,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "memory": asdict(report.memory),
         },
         "fullest_rank": {"rank": plan.fullest[0], "memory": asdict(plan.fullest[1])},
+        "left_for_activations": plan.left,
         "counted": {
             "elements": report.elements,
             "bytes_per_element": report.bytes_per_element,
@@ -84,7 +85,7 @@ def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
     """Print what a plan is based on, and its tables."""
     cuts = plan.layout
     console.print(
-        f"[bold]{plan.architecture.name}[/bold] on {cuts.world_size} x {gpu}: tp {cuts.tensor}, "
+        f"{plan.architecture.name} on {cuts.world_size} x {gpu}: tp {cuts.tensor}, "
         f"pp {cuts.pipeline}, dp {cuts.data}, ep {cuts.expert}, etp {cuts.expert_tensor}"
     )
     _show_sources(sources, console)
@@ -92,7 +93,12 @@ def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
     whose = (
         "computes most, and holds" if fullest == plan.rank else f"computes most; {fullest} holds"
     )
-    console.print(f"Rank {plan.rank} {whose} most memory: {_gib(most):.2f} GiB without activations")
+    left = plan.left / _GIB
+    room = f"{left:.2f} are left for activations" if left > 0 else "it does NOT fit"
+    console.print(
+        f"Rank {plan.rank} {whose} most memory: {_gib(most):.2f} of {plan.capacity / _GIB:.0f} GiB "
+        f"without activations; {room}"
+    )
     # estimates rank stages; the FLOPs are those that are counted below
     largest = max(max(stage.loads.max() for stage in plan.stages), 1.0)
     rows: list[tuple[str, ...]] = [
@@ -125,7 +131,11 @@ def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
     _print(console, title, ("phase", "kernels", "GB", "TFLOP", "waits"), rows)
     if plan.checks is not None:
         usual, checking = vars(plan.checks.usual), vars(plan.checks.checking)
-        units = {"flops": ("TFLOP of products", _TERA), "bytes": ("MiB sent", 2**20)}
+        units = {
+            "flops": ("TFLOP of products", _TERA),
+            "bytes": ("MiB sent", 2**20),
+            "kernels": ("kernels, with products", 1),
+        }
         rows = []
         for count in usual:
             name, unit = units.get(count, (count.replace("_", " "), 1))
@@ -163,12 +173,24 @@ def show_sweep(plans: Sequence[Plan], gpu: str, sources: Sources, console: Conso
             _ms(plan.times.step),
             f"{plan.share:.2%}",
             f"{_gib(plan.fullest[1]):.1f}",
+            f"{plan.left / _GIB:.1f}" if plan.left > 0 else "no",
         )
         for plan in plans
     ]
-    columns = ("tp", "pp", "dp", "ep", "TFLOP", "step ms", "of an iteration", "GiB")
+    columns = ("tp", "pp", "dp", "ep", "TFLOP", "step ms", "of an iteration", "GiB", "left")
     title = f"{plans[0].architecture.name} on {plans[0].layout.world_size} x {gpu}, busiest ranks"
     _print(console, title, columns, rows)
+    fitting = [plan for plan in plans if plan.left > 0]
+    console.print(
+        f"{len(fitting)} of {len(plans)} fit into {plans[0].capacity / _GIB:.0f} GiB, without "
+        "activations. Forward and backward passes are assumed equally fast."
+    )
+    if fitting:
+        best = min(fitting, key=lambda plan: plan.times.step)
+        cuts = f"tp {best.layout.tensor}, pp {best.layout.pipeline}, ep {best.layout.expert}"
+        console.print(f"The shortest step of those that fit: {cuts}")
+    else:
+        console.print("Larger tp, pp or ep, or more GPUs, need less memory on each.")
 
 
 def replay_as_dict(done: Replayed, plan: Plan, others: Mapping[str, Other | str]) -> dict[str, Any]:
