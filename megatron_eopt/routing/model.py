@@ -126,13 +126,16 @@ def route_model(
 
 
 def route_parameters(
-    settings: Settings, parameters: Sequence[ModelParameter], overrides: Overrides
+    settings: Settings,
+    parameters: Sequence[ModelParameter],
+    overrides: Overrides,
+    standard: Overrides | None = None,
 ) -> Routing:
     """Route the given parameters, without splits; collective over all ranks."""
-    routes = raise_together(lambda: route_all(parameters, overrides, settings))
-    standard = megatron_optimizer.get_standard_config_overrides(settings.config)
+    routes = raise_together(lambda: route_all(parameters, overrides, settings, standard))
     # a trainer passes megatron-core's standard overrides, which a model may have no use for
-    written = {key: values for key, values in overrides.items() if key not in standard}
+    upstream = megatron_optimizer.get_standard_config_overrides(settings.config)
+    written = {key: values for key, values in overrides.items() if key not in upstream}
     lost = frozenset(unmatched(parameters, written))
     reports = gather_objects((summarize(routes), lost))
     summaries = [summary for groups, _ in reports for summary in groups]
