@@ -1,7 +1,6 @@
 """Routes a whole model, the same on all ranks, for optimizers and for printed tables."""
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +30,7 @@ from megatron_eopt.routing.routes import (
     unmatched,
     with_callers_grouping,
 )
-from megatron_eopt.routing.splits import QKV_TAG, declared_qkv, find_splits
+from megatron_eopt.routing.splits import QKV_TAG, declared_qkv, find_splits, of_all_layers
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +186,7 @@ def with_splits(
             "These 2-D parameters are not the weight of a layer, so %s updates them: %s. Set "
             "param.eopt_split = 'whole' on those that are matrices.",
             settings.scalar,
-            ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in raw)),
+            of_all_layers(raw),
         )
     return replace(routing, splits=splits)
 
