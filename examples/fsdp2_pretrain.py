@@ -114,16 +114,20 @@ def batch(tokens: Tensor, step: int, size: int, length: int) -> tuple[Tensor, Te
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, folder: Path) -> None:
-    """Write weights, optimizer state and the number of steps."""
+    """Write weights, optimizer state and the number of steps to a folder of their own."""
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state, "step": step}, checkpoint_id=folder)
+    saved = {"model": weights, "optimizer": state, "step": step}
+    dcp.save(saved, checkpoint_id=folder / str(step))
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Load what :func:`save` has written, and return the number of steps."""
+    """Load what :func:`save` has written last, and return the number of steps."""
+    whole = list(folder.glob("*/.metadata"))  # this file is written at the end of a save
+    if not whole:
+        raise SystemExit(f"--checkpoint {folder}: contains no checkpoint.")
     weights, state = get_state_dict(model, optimizer)
     saved = {"model": weights, "optimizer": state, "step": 0}
-    dcp.load(saved, checkpoint_id=folder)
+    dcp.load(saved, checkpoint_id=max(whole, key=os.path.getmtime).parent)
     set_state_dict(
         model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
     )
@@ -159,6 +163,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         optimizer, lambda n: schedule(n + done, args.steps)
     )
 
+    if done >= args.steps and rank == 0:
+        print(f"The checkpoint has {done} steps. Pass more --steps to go on.")
     tokens = read_tokens(args.text, args.suffix, args.tokens)
     for step in range(done + 1, args.steps + 1):
         inputs, labels = (
@@ -192,7 +198,9 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--stop", type=int, help="step after which to save and stop earlier")
-    parser.add_argument("--checkpoint", type=Path, default=Path("runs/fsdp2"), help="its folder")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path("runs/fsdp2"), help="folder of saves"
+    )
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     parser.add_argument("--suffix", default=".py", help="suffix of the files to read")

@@ -8,13 +8,15 @@ The model has random weights and the data is generated, so nothing is downloaded
 
 import argparse
 import os
+from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
 import transformers
+from torch.optim.lr_scheduler import LambdaLR
 
 from megatron_eopt import EmergingOptimizerConfig
-from megatron_eopt.fsdp2 import ParamKey, build_optimizer, get_standard_config_overrides
+from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 
 
 class MuonTrainer(transformers.Trainer):
@@ -35,17 +37,25 @@ class MuonTrainer(transformers.Trainer):
             lr=self.args.learning_rate,
             weight_decay=self.args.weight_decay,
         )
-        overrides = {**get_standard_config_overrides(config), **self.overrides}
-        optimizer = build_optimizer(self.model, config, config_overrides=overrides)
+        optimizer = build_optimizer(self.model, config, config_overrides=self.overrides)
         self.accelerator._optimizers.clear()
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         return super().create_scheduler(num_training_steps, self.optimizer)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        """Resume with this run's learning rates and overrides, not those of the checkpoint."""
-        rates = self.lr_scheduler.base_lrs
+        """Resume at the checkpoint's step of this run's schedule, with this run's rates."""
+        scheduler = self.lr_scheduler
+
+        def resume(saved):
+            # without rates, which torch matches by the order of groups: overrides change it
+            steps = {"last_epoch": saved["last_epoch"] - 1, "_step_count": saved["_step_count"]}
+            scheduler.load_state_dict({**steps, "lr_lambdas": []})
+            scheduler.step()
+
+        if isinstance(scheduler, LambdaLR):
+            self.lr_scheduler = SimpleNamespace(load_state_dict=resume)
         super()._load_optimizer_and_scheduler(checkpoint)
-        self.lr_scheduler.base_lrs = rates
+        self.lr_scheduler = scheduler
 
 
 def make_model(kind: str) -> torch.nn.Module:
@@ -86,6 +96,14 @@ def train(model: torch.nn.Module, folder: str, resume: str | None = None, **opti
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def shard_on_cpus() -> None:
+    """Let accelerate shard on CPUs, to try that; by itself it shards on GPUs only."""
+    from accelerate import DistributedType, PartialState
+
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+    PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+
+
 def main() -> None:
     """Parse flags and train."""
     parser = argparse.ArgumentParser(
@@ -98,11 +116,15 @@ def main() -> None:
     parser.add_argument("--fsdp", action="store_true", help="shard the model over the processes")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        # accelerate shards on GPUs only, unless it is told to use the CPU
-        os.environ["ACCELERATE_USE_CPU"] = "true"
+        if args.fsdp and torch.distributed.is_torchelastic_launched():
+            shard_on_cpus()
+        else:
+            # otherwise processes on CPUs do not find each other
+            os.environ["ACCELERATE_USE_CPU"] = "true"
     options = {"fsdp": True, "fsdp_config": {"version": 2}} if args.fsdp else {}
     losses = train(make_model(args.model), args.output, **options)
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
 
 if __name__ == "__main__":

@@ -106,6 +106,10 @@ overrides[ParamKey(name="*.linear_proj.weight")] = {"optimizer": "soap", "max_lr
 optimizer = megatron_eopt.get_megatron_optimizer(config, model_chunks, overrides)
 ```
 
+`get_megatron_optimizer` takes overrides in place of the standard ones, which keep weight decay off
+norms and biases. `fsdp2.build_optimizer` adds yours to the standard ones. To give norms and biases
+weight decay there, pass `{ParamKey(name="*"): {"wd_mult": 1}}`.
+
 A setting belongs to the scheduler or to the optimizer of its parameters:
 
 | setting | with Megatron's scheduler | with `fsdp2.build_optimizer` |

@@ -1,5 +1,6 @@
 """Builds every optimizer's constructor arguments from the configuration (see ``fields``)."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,8 +34,19 @@ def constructed(
     """Construct the optimizer ``name`` over groups; errors name the configuration's fields.
 
     ``kwargs`` are the configuration's arguments, and ``own`` those that take their place.
+
+    Raises:
+        ConfigurationError: If no field gives an argument that is needed, or one is refused.
     """
     cls = entry_of(name).optimizer_cls
+    _, *arguments = inspect.signature(cls).parameters.values()
+    for one in arguments:
+        is_named = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        if is_named and one.default is one.empty and one.name not in kwargs | own:
+            rule = f"is an argument of {cls.__name__} without a default, and no field sets it"
+            hint = "Give it a default, add the field to a subclass of EmergingOptimizerConfig, or "
+            hint += "pass config_to_kwargs to register_optimizer"
+            raise ConfigurationError(f"{prefixes_of(name)[0]}_{one.name}", None, rule, hint)
     names = names_of_arguments(cls, prefixes_of(name), config)
     with naming({argument: field for argument, field in names.items() if argument not in own}):
         optimizer: torch.optim.Optimizer = cls(groups, **kwargs | own)

@@ -6,6 +6,7 @@ group ``megatron_eopt.optimizers``.
 
 import functools
 import importlib.metadata
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -74,12 +75,16 @@ def init_state(opt: Any, config: Any = None) -> None:
     """Create every parameter's state before the first step, so that a checkpoint can be loaded.
 
     Raises:
-        ConfigurationError: If the optimizer has no method ``_init_group``.
+        ConfigurationError: If the optimizer has no such method ``_init_group``.
     """
-    if not hasattr(opt, "_init_group"):
-        rule = "cannot create the state before the first step: the class has no _init_group"
-        hint = "Register the optimizer with its own init_state_fn"
-        raise ConfigurationError("init_state_fn", type(opt).__name__, rule, hint)
+    try:
+        # classes of torch have a method of this name with other arguments
+        inspect.signature(opt._init_group).bind({}, skip_non_grad_params=False)
+    except (AttributeError, TypeError) as error:
+        rule = "cannot create the state before the first step"
+        hint = "Define _init_group(group, skip_non_grad_params=False) in this class, or pass "
+        hint += "init_state_fn to register_optimizer"
+        raise ConfigurationError("init_state_fn", type(opt).__name__, rule, hint) from error
     for group in opt.param_groups:
         opt._init_group(group, skip_non_grad_params=False)
 

@@ -1,7 +1,6 @@
 """Routes a whole model, the same on all ranks, for optimizers and for printed tables."""
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +30,7 @@ from megatron_eopt.routing.routes import (
     unmatched,
     with_callers_grouping,
 )
-from megatron_eopt.routing.splits import QKV_TAG, declared_qkv, find_splits
+from megatron_eopt.routing.splits import QKV_TAG, declared_qkv, find_splits, of_all_layers
 
 logger = logging.getLogger(__name__)
 
@@ -126,13 +125,16 @@ def route_model(
 
 
 def route_parameters(
-    settings: Settings, parameters: Sequence[ModelParameter], overrides: Overrides
+    settings: Settings,
+    parameters: Sequence[ModelParameter],
+    overrides: Overrides,
+    standard: Overrides | None = None,
 ) -> Routing:
     """Route the given parameters, without splits; collective over all ranks."""
-    routes = raise_together(lambda: route_all(parameters, overrides, settings))
-    standard = megatron_optimizer.get_standard_config_overrides(settings.config)
+    routes = raise_together(lambda: route_all(parameters, overrides, settings, standard))
     # a trainer passes megatron-core's standard overrides, which a model may have no use for
-    written = {key: values for key, values in overrides.items() if key not in standard}
+    upstream = megatron_optimizer.get_standard_config_overrides(settings.config)
+    written = {key: values for key, values in overrides.items() if key not in upstream}
     lost = frozenset(unmatched(parameters, written))
     reports = gather_objects((summarize(routes), lost))
     summaries = [summary for groups, _ in reports for summary in groups]
@@ -184,7 +186,7 @@ def with_splits(
             "These 2-D parameters are not the weight of a layer, so %s updates them: %s. Set "
             "param.eopt_split = 'whole' on those that are matrices.",
             settings.scalar,
-            ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in raw)),
+            of_all_layers(raw),
         )
     return replace(routing, splits=splits)
 

@@ -223,15 +223,24 @@ class Route:
 
 
 def route_all(
-    parameters: Sequence[ModelParameter], overrides: registry.Overrides, settings: Settings
+    parameters: Sequence[ModelParameter],
+    overrides: registry.Overrides,
+    settings: Settings,
+    standard: registry.Overrides | None = None,
 ) -> list[Route]:
     """Return the route of every parameter, in the same order.
+
+    Args:
+        parameters: The parameters.
+        overrides: The caller's settings by ``ParamKey``.
+        settings: The run's settings.
+        standard: Settings that hold where ``overrides`` has no others.
 
     Raises:
         ConfigurationError: If overrides disagree, or name an unknown or unsuitable optimizer.
     """
     defaults = settings.default_overrides
-    routes = [_route(parameter, overrides, defaults, settings) for parameter in parameters]
+    routes = [_route(item, overrides, standard or {}, defaults, settings) for item in parameters]
     rates = {name: settings.own_rates(name) for name in {route.optimizer for route in routes}}
     values = [_multiplied({**rates[r.optimizer], **r.values}, settings) for r in routes]
     return [replace(route, values=own) for route, own in zip(routes, values, strict=True)]
@@ -260,12 +269,16 @@ def _multiplied(values: dict[str, Any], settings: Settings) -> dict[str, Any]:
 def _route(
     parameter: ModelParameter,
     overrides: registry.Overrides,
+    standard: registry.Overrides,
     defaults: registry.Overrides,
     settings: Settings,
 ) -> Route:
     wanted, labels = merge(parameter, overrides)
+    usual, _ = merge(parameter, standard)
+    if "start_wd" in wanted:
+        usual.pop("wd_mult", None)  # the weight decay that was asked for, not a part of it
     default, reasons = _by_default(parameter, defaults, settings)
-    values = {**default, **wanted}
+    values = {**default, **usual, **wanted}
     optimizer = values.pop("optimizer", settings.optimizer)
     if "optimizer" in wanted:
         why = "config_overrides: " + "; ".join(labels)

@@ -98,12 +98,18 @@ def find_splits(
     if unknown:
         logger.warning(
             "These weights look fused, but their layout is unknown, so each is updated as one "
-            "matrix: %s. Set param.eopt_split to a megatron_eopt.matrices.Split or to 'whole'.",
-            ", ".join(unknown),
+            "matrix: %s. Set param.eopt_split, for example to "
+            "megatron_eopt.matrices.qkv(param.shape, [q_rows, k_rows, v_rows]), or to 'whole'.",
+            of_all_layers(unknown),
         )
     if "per_head" in which:
         _warn_of_heads(weights, found)
     return {param: split for param, split in found.items() if split is not None}
+
+
+def of_all_layers(names: Iterable[str]) -> str:
+    """Return a list of names for a message, with one name for all layers."""
+    return ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
 
 
 def declared_qkv(param: nn.Parameter) -> list[int] | None:

@@ -73,8 +73,8 @@ def build_optimizer(
         config: Usually an ``EmergingOptimizerConfig``. ``clip_grad`` is not applied: clip gradients
             in your training loop.
         config_overrides: Settings for some parameters, by ``ParamKey``: ``optimizer``, rates such
-            as ``lr``, and arguments of their optimizer. None means megatron-core's standard
-            overrides, ``{}`` none.
+            as ``lr``, and arguments of their optimizer. megatron-core's standard overrides, such as
+            no weight decay of norms and biases, hold where these have no others.
         output_layers: Shell-style patterns of the module paths of output layers, or one such
             pattern. Their weights get the scalar optimizer (Adam unless configured otherwise), as
             embeddings do.
@@ -141,12 +141,14 @@ def _route(
     """Route a model by its modules and its output layers; collective."""
     of_outputs = [param for module in outputs.values() for param in module.parameters()]
     parameters = trainable_parameters([model], of_outputs, stacks=True)
-    overrides = raise_together(lambda: overrides_for(settings, config_overrides))
-    if config_overrides is None and not settings.is_standard:
-        overrides = {**overrides, **_without_decay(parameters)}
+    given = {} if config_overrides is None else config_overrides
+    overrides = raise_together(lambda: overrides_for(settings, given))
+    standard = overrides_for(settings, None)
+    if not settings.is_standard:
+        standard = {**standard, **_without_decay(parameters)}
     # only while overrides are matched, since a mark would stay on the user's model
     with _marked(item.param for item in parameters if item.is_embedding):
-        routing = route_parameters(settings, parameters, overrides)
+        routing = route_parameters(settings, parameters, overrides, standard)
     routing = with_splits(routing, settings, [model])
     raise_together(lambda: _refuse_sparse(model))
     mine = {r.parameter.param for r in routing.routes if r.optimizer == settings.optimizer}

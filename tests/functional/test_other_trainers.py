@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from tests.functional.doc_commands import ROOT, blocks
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import config, eager
@@ -65,6 +66,44 @@ def hugging_face(folder, batch, **options):
     return found
 
 
+def resumed_rates(folder, checkpoint, learning_rate, overrides):
+    """Return the rates of the resumed step and the next one, by parameter."""
+    module, rates = example("hugging_face_trainer"), []
+
+    class Noting(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *_, optimizer, **__):
+            groups = optimizer.param_groups
+            names = optimizer.optimizer.names
+            rates.append({names[p]: group["lr"] for group in groups for p in group["params"]})
+
+    options = {"max_steps": 8, "save_steps": 4, "report_to": [], "disable_tqdm": True}
+    options |= {"use_cpu": True, "dataloader_pin_memory": False, "learning_rate": learning_rate}
+    arguments = transformers.TrainingArguments(folder, **options)
+    trainer = module.MuonTrainer(
+        module.make_model("llama"),
+        arguments,
+        train_dataset=module.make_data(),
+        callbacks=[Noting()],
+    )
+    trainer.overrides = {ParamKey(name=name): {"lr_mult": mult} for name, mult in overrides.items()}
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return rates
+
+
+def test_a_resumed_trainer_has_the_rates_of_its_own_arguments_and_overrides(tmp_path):
+    """Also where there are more groups of parameters, or fewer, than in the checkpoint."""
+    of_checkpoint = {"*layers.0.*": 0.1}
+    resumed_rates(tmp_path, None, 0.008, of_checkpoint)
+    for overrides in (of_checkpoint, {}, {"*embed*": 0.5}, of_checkpoint | {"*layers.1.*": 0.5}):
+        rates = resumed_rates(tmp_path / "new", f"{tmp_path}/checkpoint-4", 0.004, overrides)
+        # the default schedule falls to zero in eight steps
+        for step, found in enumerate(rates, 4):
+            for name, rate in found.items():
+                mult = [overrides[key] for key in overrides if key.strip("*") in name] or [1]
+                assert rate == pytest.approx(0.004 * mult[0] * (8 - step) / 8)
+        assert len(rates) == 4
+
+
 def lightning(folder, devices):
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -79,10 +118,9 @@ def lightning(folder, devices):
 
 def sharded(folder):
     """Return losses of two processes, for which accelerate shards as it does on GPUs alone."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState, utils
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-    PartialState._prepare_backend = lambda *_: ("gloo", utils.DistributedType.MULTI_GPU)
-    PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+    example("hugging_face_trainer").shard_on_cpus()
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     accelerator = Accelerator(gradient_accumulation_steps=2, fsdp_plugin=plugin)
     loop = list(example("accelerate_loop").train(accelerator))

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.fsdp2 import build_optimizer, import_torch_muon
+from megatron_eopt.fsdp2 import ParamKey, build_optimizer, import_torch_muon
+from tests.functional.doc_commands import blocks
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import (
     MATRICES,
@@ -180,6 +182,32 @@ def test_a_state_dict_with_gaps_is_refused():
 
 
 NO_STACKS = tuple(name for name in MATRICES if name != "experts.weight")
+
+
+def with_other_overrides(folder, snippet, before, after):
+    """Return rates after the page's snippet has loaded a checkpoint of other overrides."""
+    model = make_model("fsdp")
+    optimizer = build_optimizer(model, config(), before)
+    step(model, optimizer, 0)
+    saved = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    checkpoint.save(saved, checkpoint_id=folder)
+    other = build_optimizer(model, config(), after)
+    names = {"model": model, "optimizer": other, "folder": folder, "dcp": checkpoint}
+    names["get_optimizer_state_dict"] = get_optimizer_state_dict
+    names["set_optimizer_state_dict"] = set_optimizer_state_dict
+    exec(snippet, names)
+    assert far(whole_state(model, other), whole_state(model, optimizer))[0] == 0
+    return {other.names[p]: group["lr"] for group in other.param_groups for p in group["params"]}
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["more groups", "fewer groups"])
+def test_the_state_alone_loads_into_a_run_with_other_overrides(order, tmp_path):
+    page = (Path(__file__).parents[3] / "docs/how_to/fsdp.md").read_text()
+    (snippet,) = (text for _, text in blocks(page, "python") if '"state": state["state"]' in text)
+    overrides = [None, {ParamKey(name="up.*"): {"lr_mult": 0.5}}][::order]
+    for rates in run_ranks(2, with_other_overrides, str(tmp_path), snippet, *overrides):
+        assert rates["up.weight"] == rates["up.bias"] == (0.01 if overrides[1] else 0.02)
+        assert rates["down.weight"] == 0.02
 
 
 def torch_muon():

@@ -80,6 +80,32 @@ def test_multipliers_of_some_parameters_are_of_their_own_rates():
     assert found["wide.weight"] == ("muon", 0.125, 0.1)
 
 
+@pytest.mark.parametrize(
+    ("override", "decay"),
+    [
+        ({}, 0.0),
+        ({"lr_mult": 0.5}, 0.0),
+        ({"lr": 0.5}, 0.0),
+        ({"eps": 1e-6}, 0.0),
+        ({"wd_mult": 1.0}, 0.1),
+        ({"weight_decay": 0.3}, 0.3),
+        ({"start_wd": 0.3, "end_wd": 0.3}, 0.3),
+    ],
+)
+def test_only_overrides_of_weight_decay_give_it_to_vectors(override, decay):
+    model = make_model()
+    model.gate = torch.nn.Linear(4, 1)
+    vectors = ("norm.weight", "norm.bias", "gate.weight", "gate.bias")
+    overrides = {ParamKey(name=vectors): override}
+    found = groups_of(model, build_optimizer(model, config(decoupled_lr=0.5), overrides))
+    assert [found[name][2] for name in vectors] == pytest.approx([decay] * 4)
+    assert found["up.bias"][2] == 0
+    assert found["embedding.weight"] == ("adam", 0.5, 0.1)
+    everything = {ParamKey(name="*"): {"wd_mult": 1.0, "lr": 0.25}}
+    found = groups_of(model, build_optimizer(model, config(decoupled_lr=0.5), everything))
+    assert {settings[1:] for settings in found.values()} == {(0.25, 0.1)}
+
+
 def test_an_output_layer_is_named_by_its_path(caplog):
     model = make_model()
     model.classifier, model.lm_head = model.lm_head, None

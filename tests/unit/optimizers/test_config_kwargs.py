@@ -4,13 +4,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer import emerging_optimizers as theirs
 from megatron.core.optimizer.optimizer_config import ParamKey
 from torch import nn
 
-from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, register_optimizer
 from megatron_eopt import emerging_optimizers as compat
+from megatron_eopt.config import registry
 from megatron_eopt.config.arguments import entry_kwargs
 from megatron_eopt.config.fields import constructor_arguments, kwargs_from_config, unconsumed
 from megatron_eopt.fsdp2 import build_optimizer
@@ -125,6 +127,23 @@ def test_an_error_names_the_field_that_set_the_argument(optimizer, prefix, bad):
             build_optimizer(nn.Linear(4, 4), config)
         assert str(caught.value).startswith(f"{prefix}_{name}={value!r}")
         assert caught.value.argument == f"{prefix}_{name}"
+
+
+def test_an_error_says_what_an_optimizer_of_ones_own_lacks(monkeypatch):
+    registry.entries()
+    monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
+
+    @register_optimizer("demanding", state_layout="element_wise")
+    class Demanding(torch.optim.SGD):
+        def __init__(self, params, lr, strength):
+            super().__init__(params, lr)
+
+    config = EmergingOptimizerConfig(optimizer="demanding", lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"demanding_strength=None: .* a subclass of"):
+        build_optimizer(nn.Linear(4, 4), config)
+    config.demanding_strength = 0.5
+    with pytest.raises(ConfigurationError, match=r"='Demanding': .* Define _init_group\(group"):
+        build_optimizer(nn.Linear(4, 4), config)
 
 
 def test_an_error_names_the_fields_in_its_hint():
