@@ -131,7 +131,7 @@ def check(
     wraps = [in_rows, in_zero1] if storage is None else [storage]
     cases = [_Case(optimizer, fields, wrap, config_class) for wrap in wraps]
     if storage is None:
-        # the only storage that off-loads
+        # uneven rows are not off-loaded
         cases.append(_Case(optimizer, fields, in_zero1, config_class, off_loads=True))
     whole = _Case(optimizer, fields, storage or in_zero1, config_class, _LARGE)
     with tempfile.TemporaryDirectory() as folder:

@@ -126,7 +126,6 @@ _FOR_DTENSORS = {
     "fp16": "needs a loss scale, which with FSDP your training loop has (torch.amp.GradScaler)",
     "loss_scale": "with FSDP, your training loop has the loss scale (torch.amp.GradScaler)",
     "use_precision_aware_optimizer": "is not supported with FSDP",
-    "optimizer_cpu_offload": "is not supported with FSDP",
     "optimizer_cuda_graph": "is not supported with FSDP",
     "overlap_param_gather_with_optimizer_step": "is not supported with FSDP",
 }

@@ -8,6 +8,7 @@ parameters, in float32, with gradients and state.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.layouts import Plan
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.continuation import Policy, Reader
+from megatron_eopt.optimizers.host_memory import OffloadSettings
 from megatron_eopt.optimizers.saved_groups import take_settings
 from megatron_eopt.optimizers.spot_checks import SpotChecks
 from megatron_eopt.optimizers.state_dicts import Loaded, StateDictMatch, Target, named
@@ -132,26 +134,43 @@ class DTensorOptimizer(CompositeOptimizer):
         """Provide an update rule with this rank's shards and state, and store its results."""
         # the local tensor itself, or a float32 copy of a 16-bit one
         shards = {p: _stepped(local_of(p).detach()) for p in self._params[update_rule]}
+        # keyed by the local tensors, because update rules look state up by what they step
         state: State = defaultdict(dict)
         for param, shard in shards.items():
-            # keyed by the local tensors, because update rules look state up by what they step
             state[shard] = {key: _real(local_of(v)) for key, v in self.state[param].items()}
-            if param.grad is not None:
-                shard.grad = _grad(param, shard.dtype, self.names[param])
-        groups = [
-            {**group, "params": [shards[param] for param in group["params"]]}
-            for group in self.groups_of(update_rule)
-        ]
-        yield groups, state
+        with _followed(update_rule, shards):
+            with update_rule.host.stood_in_for() if update_rule.host else nullcontext():
+                for param, shard in shards.items():
+                    if param.grad is not None:
+                        shard.grad = _grad(param, shard.dtype, self.names[param])
+            groups = [
+                {**group, "params": [shards[param] for param in group["params"]]}
+                for group in self.groups_of(update_rule)
+            ]
+            yield groups, state
         for param, shard in shards.items():
             local = local_of(param)
             # only what was a copy has to be stored; without a gradient it has not changed
-            if _is_rounded(local) and param.grad is not None:
-                local.copy_(shard)
+            if _is_rounded(local):
+                if param.grad is not None:
+                    local.copy_(shard)
+            elif update_rule.host and param in update_rule.host.weights:
+                # a main weight, which may have moved
+                local.data = shard.data
             self._keep(update_rule, param, state[shard])
         for outer, group in zip(super().groups_of(update_rule), groups, strict=True):
             # some optimizers count steps in their groups, which are copies here
             outer.update({key: value for key, value in group.items() if key != "params"})
+
+    def off_load(self, settings: OffloadSettings) -> None:
+        """Keep a fraction of weights and state in host memory from now on."""
+        for update_rule in self.update_rules:
+            outer = [param for group in self.groups_of(update_rule) for param in group["params"]]
+            with self.groups_and_state(update_rule) as (groups, state):
+                shards = [shard for group in groups for shard in group["params"]]
+                pairs = zip(outer, shards, strict=True)
+                movable = frozenset(shard for param, shard in pairs if param in settings.movable)
+                update_rule.off_load(groups, state, replace(settings, movable=movable))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -363,6 +382,19 @@ class DTensorOptimizer(CompositeOptimizer):
             if not (key in kept and local_of(kept[key]) is value):
                 cut = update_rule.is_sharded_like_param(key, value)
                 kept[key] = shard_like(param, _stored(param, value)) if cut else value
+
+
+@contextmanager
+def _followed(update_rule: UpdateRule, shards: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """In a block, let host memory know parameters by their shards, which exist only there."""
+    if update_rule.host is not None:
+        update_rule.host.follow(shards)
+    try:
+        yield
+    finally:
+        # the block itself may have off-loaded
+        if update_rule.host is not None:
+            update_rule.host.follow({shard: param for param, shard in shards.items()})
 
 
 def _copy(mine: Tensor, value: Any) -> Tensor:

@@ -63,7 +63,7 @@ class HostMemory:
     ) -> None:
         settings = settings or OffloadSettings()
         self.params = frozenset(params)
-        self._weights = frozenset(weights)
+        self.weights = frozenset(weights)
         self._is_kept = is_kept or (lambda kind, value: True)
         self._device = torch.device(settings.device)
         self._chunk_bytes = settings.chunk_bytes
@@ -161,7 +161,7 @@ class HostMemory:
     @contextmanager
     def stood_in_for(self) -> Iterator[None]:
         """Replace host weights by empty device tensors in a block, so that they get gradients."""
-        homes = {param: param.data for param in self._weights}
+        homes = {param: param.data for param in self.weights}
         for param, home in homes.items():
             # one element, expanded: gradients need a shape and a device, not the memory
             param.data = torch.empty((), dtype=home.dtype, device=self._device).expand(home.shape)
@@ -196,13 +196,25 @@ class HostMemory:
             room -= param.nbytes
         return [chunk for chunk in chunks if chunk]
 
+    def follow(self, replaced: Mapping[Tensor, Tensor]) -> None:
+        """Keep the state of other tensors from now on, between steps or at the edge of one.
+
+        Args:
+            replaced: The new tensor for each old one; those that are missing stay.
+        """
+        self.params = frozenset(replaced.get(param, param) for param in self.params)
+        self.weights = frozenset(replaced.get(param, param) for param in self.weights)
+        # what a step that failed had fetched belongs to the old tensors
+        self._coming.clear()
+        self._homes.clear()
+
     def tensors(self, state: Any) -> Iterator[Tensor]:
         """Yield the weights and state that are kept on the host."""
         for param in self.params:
             yield from (value for _, value in self._tensors(param, state))
 
     def _tensors(self, param: Tensor, state: Any) -> Iterator[tuple[_Path, Tensor]]:
-        if param in self._weights:
+        if param in self.weights:
             yield (), param.data
         for path, value in leaves(state.get(param, {})):
             # tensors without dimensions are step counters

@@ -269,6 +269,12 @@ class CompositeOptimizer(torch.optim.Optimizer):
             # include state of whole matrices, for code that moves all state to another device
             self.state.update(getattr(update_rule, "owned_state", {}))
 
+    def off_load(self, settings: OffloadSettings) -> None:
+        """Keep a fraction of weights and state in host memory from now on."""
+        for update_rule in self.update_rules:
+            with self.groups_and_state(update_rule) as (groups, state):
+                update_rule.off_load(groups, state, settings)
+
     def refuse_faults(self) -> None:
         """Raise a ConfigurationError if an optimizer cannot start from this rank's weights."""
         for update_rule in self.update_rules:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.qk_clip.attention import attentions, projections
+from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.storage.process_groups import process_groups
 
 _CHAINS: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()
@@ -151,7 +152,7 @@ def _scale_one(weight: Tensor, rows: Tensor, item: Any) -> None:
     if isinstance(weight, DTensor) or item.stop - item.start == weight.numel():
         main = item.main.detach()
         # the main weight is scaled and then rounded, since scaling the rounded weight would differ
-        main.view(weight.shape).mul_(column.to(main.device))
+        main.view(weight.shape).mul_(column.to(local_of(main).device))
         weight.detach().copy_(main.view(weight.shape))
         return
     own = weight.detach().view(-1)[item.start : item.stop]

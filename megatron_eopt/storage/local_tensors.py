@@ -1,5 +1,6 @@
 """DTensors and the local tensors in them."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,20 +18,14 @@ def local_of(value: Any) -> Any:
 
 
 def shard_like(param: Tensor, local: Tensor) -> Tensor:
-    """Return ``local`` as a tensor that is sharded and placed like ``param``."""
+    """Return ``local``, on any device, as a tensor that is sharded and placed like ``param``."""
     if not isinstance(param, DTensor):
         return local
-    # The shape is given, because torch would multiply this rank's by the number of ranks, which is
-    # wrong for uneven shards. A check would broadcast replicas.
-    return DTensor.from_local(
-        local,
-        param.device_mesh,
-        param.placements,
-        # the check would all-gather shapes, which are known, and broadcast copies
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
+    meta = param._spec.tensor_meta
+    assert meta is not None
+    spec = replace(param._spec, tensor_meta=meta._replace(dtype=local.dtype))
+    # as FSDP2 does; `from_local` would move what is off-loaded to the mesh's device
+    return DTensor(local, spec, requires_grad=False)
 
 
 def is_uneven(param: Tensor) -> bool:

@@ -77,7 +77,8 @@ def check_ddp(settings: Settings, model_chunks: Sequence[Any]) -> None:
         if ddp_config is None:
             continue
         if getattr(getattr(chunk, "config", None), "qk_clip", False):
-            refuse_for_qk_clip(settings.config, ddp_config, hybrid=settings.is_standard)
+            hybrid = settings.is_standard and not settings.of_dtensors
+            refuse_for_qk_clip(settings.config, ddp_config, hybrid=hybrid)
         scattered = ddp_config.use_distributed_optimizer
         if scattered and not is_sharded:
             rule = (

@@ -57,6 +57,7 @@ from megatron_eopt.storage.shard import (
 )
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
+from megatron_eopt.wrappers.off_loading import off_load
 from megatron_eopt.wrappers.replicated import Float32Optimizer, MainParamsOptimizer
 from megatron_eopt.wrappers.specs import OptimizerSpec, optimizer_specs, update_rule_over
 
@@ -405,7 +406,7 @@ def is_torch_fsdp2(model_chunks: Sequence[Any]) -> bool:
 def build_torch_fsdp2(context: OptimizerBuildContext) -> OptimizerChain | None:
     """Return the chain for a ``fully_shard`` model; its one optimizer steps all DTensors."""
     settings, routing = context.settings, context.routing
-    if settings.is_standard or not is_torch_fsdp2(context.model_chunks):
+    if not is_torch_fsdp2(context.model_chunks):
         return None
     check_parameters([route.parameter for route in routing.routes])
     what = "torch's FSDP2 under Megatron"
@@ -448,6 +449,7 @@ def chain_over(
 ) -> OptimizerChain:
     """Return the chain, an instance of ``cls``, of a storage over :func:`build_routed`'s result."""
     inner = storage.optimizer
+    off_load(inner, context.settings, storage.main_shards())
     params = [inner.params_of(update_rule) for update_rule in inner.update_rules]
     link = ChainLink(storage, inner.update_rules, params)
     return cls([link], context.settings, scaler, context.model_chunks)

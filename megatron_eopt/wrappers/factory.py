@@ -154,8 +154,10 @@ def _take_over(optimizer: Any, params: Iterable[Tensor]) -> None:
 
 
 def _settings(config: Any, model_chunks: Sequence[Any], *, of_dtensors: bool) -> Settings:
-    settings = resolve(config)
-    if of_dtensors and not settings.is_standard:
+    settings = replace(resolve(config), of_dtensors=of_dtensors)
+    # with Megatron-FSDP, Adam and SGD have modes that this package has not
+    has_own = bool(_upstream_modes(settings)) or is_megatron_fsdp(model_chunks)
+    if of_dtensors and not (settings.is_standard and has_own):
         settings = dtensors.resolve_for_dtensors(config)
     check_ddp(settings, model_chunks)
     qk_clip.prepare(model_chunks)
@@ -168,7 +170,14 @@ def _is_megatron_cores(settings: Settings, routing: Routing, model_chunks: Seque
         return False
     modules = megatron_fsdp.fsdp_modules(model_chunks)
     is_refused = bool(modules) and (settings.half == "fp16" or any(megatron_fsdp.faults(modules)))
-    return bool(settings.upstream_modes) or is_refused
+    return bool(_upstream_modes(settings)) or is_refused
+
+
+def _upstream_modes(settings: Settings) -> set[str]:
+    """Return the modes that are on and that only megatron-core's own optimizer supports."""
+    # its off-loading cannot step DTensors
+    ours = {"optimizer_cpu_offload"} if settings.of_dtensors else set()
+    return set(settings.upstream_modes) - ours
 
 
 def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
@@ -272,7 +281,8 @@ def _warnings(
             "one matrix without use_distributed_optimizer. Set it to True to update Q, K, V, "
             "gate and up as separate matrices."
         )
-    if settings.offload_fraction and settings.storage == "replicated":
+    nowhere = settings.storage == "replicated" and not settings.of_dtensors
+    if settings.offload_fraction and nowhere:
         yield (
             "optimizer_cpu_offload=True: all optimizer state stays on the GPU. Set "
             "use_distributed_optimizer=True, which off-loading needs."

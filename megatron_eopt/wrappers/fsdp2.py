@@ -47,6 +47,7 @@ from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.wrappers import megatron_fsdp
 from megatron_eopt.wrappers.dtensors import build_routed, check_parameters, resolve_for_dtensors
 from megatron_eopt.wrappers.factory import log_differences
+from megatron_eopt.wrappers.off_loading import off_load
 from megatron_eopt.wrappers.stats import stats_of
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ def build_optimizer(
         routing = routing.over(megatron_fsdp.shards_of_parameters([model]))
     cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing) if managing else DTensorOptimizer
     optimizer = raise_together(lambda: build_routed(settings, routing, cls))
+    off_load(optimizer, settings)
     emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
     log_differences(settings, {n: arguments_of(n, settings, [named], None) for n in emerging})
     optimizer.collects_stats = settings.config.log_optimizer_stats

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from traceback import walk_stack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megatron_eopt.base.gpu import HostCopy
-from megatron_eopt.cpu.cuda_standins import cuda_patches
+from megatron_eopt.cpu.cuda_standins import Stream, cuda_patches
 from megatron_eopt.cpu.generators import Generators
 from megatron_eopt.cpu.patches import Patch, patched
 from megatron_eopt.tools.dry_run.counting import READ, who_reads
@@ -31,9 +32,11 @@ def fake_gpu() -> Iterator[None]:
         *cuda_patches(),
         *generators.patches(),
         Patch(torch.cuda, "_lazy_init", lambda: None),
+        Patch(torch, "Stream", Stream),
         Patch(torch, "tensor", _by_way_of_the_host(torch.tensor)),
     ]
-    with patched(patches):
+    # the method is its base class's, which is written in C
+    with patched(patches), patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None):
         try:
             yield
         finally:

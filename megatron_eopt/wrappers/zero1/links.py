@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.base.address import address_of
 from megatron_eopt.base.agreement import raise_together, raise_together_in
 from megatron_eopt.base.names import DEFAULT_MATRIX_BUFFER_MB
 from megatron_eopt.config.checks import refuse_for_overlap
@@ -18,10 +17,10 @@ from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.element_wise import ElementWiseRule
 from megatron_eopt.optimizers.engine import EngineConfig
-from megatron_eopt.optimizers.host_memory import OffloadSettings, on_device
+from megatron_eopt.optimizers.host_memory import on_device
 from megatron_eopt.optimizers.muon import declared_split
 from megatron_eopt.optimizers.update_rule import CompositeOptimizer, ParamGroup, UpdateRule, bind
-from megatron_eopt.storage.interface import Storage
+from megatron_eopt.wrappers.off_loading import off_load
 from megatron_eopt.wrappers.specs import OptimizerSpec, update_rule_over
 from megatron_eopt.wrappers.zero1.buffers import (
     BufferSet,
@@ -146,29 +145,14 @@ def _link(
     for number, update_rule in update_rules.items():
         live[number].extend(composite.groups_of(update_rule))
     if sharding.settings.offload_fraction:
-        _off_load(composite, storage, sharding.settings)
+        off_load(composite, sharding.settings, storage.main_shards())
+        # torch refuses a gradient on another device than its tensor, which may be off-loaded
+        storage.collect_gradients = functools.partial(  # type: ignore[method-assign]
+            on_device,
+            [update_rule.host for update_rule in composite.update_rules],
+            storage.collect_gradients,
+        )
     return link
-
-
-def _off_load(composite: CompositeOptimizer, storage: Storage, settings: RunSettings) -> None:
-    """Off-load a fraction of main weights and state to host memory."""
-    items = list(storage.main_shards())
-    own = [i.main for i in items if address_of(i.main)[0] != address_of(i.param)[0]]
-    place = OffloadSettings(
-        settings.offload_fraction,
-        frozenset(own),  # not the model's own weights, which float32 training steps
-        items[0].main.device if items else "cpu",
-        int(settings.config.matrix_buffer_mb * 2**20),
-    )
-    for update_rule in composite.update_rules:
-        with composite.groups_and_state(update_rule) as (groups, state):
-            update_rule.off_load(groups, state, place)
-    # torch refuses a gradient on another device than its tensor, which may be off-loaded
-    storage.collect_gradients = functools.partial(  # type: ignore[method-assign]
-        on_device,
-        [update_rule.host for update_rule in composite.update_rules],
-        storage.collect_gradients,
-    )
 
 
 def _update_rule_of(

@@ -113,7 +113,6 @@ MODES = [
             "fp16": True,
             "loss_scale": 8.0,
             FROM_TRANSFORMER_ENGINE: True,
-            "optimizer_cpu_offload": True,
             "optimizer_cuda_graph": True,
             GATHERS_EARLY: True,
             "muon_skip_grad_clip": True,

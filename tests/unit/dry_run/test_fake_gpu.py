@@ -80,6 +80,21 @@ def test_a_step_stays_on_the_device(name):
     assert crossings == []
 
 
+OFF_LOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+
+
+@pytest.mark.parametrize("name", ["muon, fragments", "muon, FSDP2", "soap, FSDP2"])
+def test_off_loaded_state_rests_on_the_host(name):
+    world_size, case = CASES[name]
+    is_sharded = "FSDP2" not in name
+    config = {**case.config, **OFF_LOADED, "use_distributed_optimizer": is_sharded}
+    case = replace(case, config=config, ddp={"use_distributed_optimizer": is_sharded})
+    # what is updated on the device has been copied there, else torch would raise an error
+    devices, reads, _ = run_ranks(1, on_gpu, world_size, case, cpu=False)[0]
+    assert devices == {"cpu"}
+    assert reads <= NORM
+
+
 CAPTURED = {
     "Muon": Case("muon", GATED),
     "NorMuon": Case("adaptive_muon", GATED),

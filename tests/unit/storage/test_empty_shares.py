@@ -81,11 +81,12 @@ class Thin(nn.Module):
 
 
 @eager
-def thin(name, layout):
+def thin(name, layout, fraction=0.0):
     torch.manual_seed(0)
     optimizer, fields = OPTIMIZERS[name]
+    off_load = {"optimizer_cpu_offload": fraction > 0, "optimizer_offload_fraction": fraction}
     model = cut(Thin(), layout, "matrix")
-    built = build_optimizer(model, config(optimizer, **fields))
+    built = build_optimizer(model, config(optimizer, **fields, **off_load))
     for step in range(3):
         for key, param in model.named_parameters():
             param.grad = shard(gradient(key, param.shape, step), param)
@@ -95,10 +96,11 @@ def thin(name, layout):
 
 
 def thin_by_all():
-    return {name: thin(name, "fsdp") for name in OPTIMIZERS}
+    return {name: [thin(name, "fsdp", fraction) for fraction in (0.0, 1.0)] for name in OPTIMIZERS}
 
 
 def test_fully_sharded_parameters_may_be_empty_on_a_rank():
     for found in run_ranks(3, thin_by_all, timeout=120):
-        for name, ours in found.items():
+        for name, (ours, off_loaded) in found.items():
             assert far(ours, thin(name, "plain"))[0] < 1e-5
+            assert far(off_loaded, ours)[0] == 0

@@ -1,0 +1,33 @@
+"""Decide which weights and state of a storage are kept in host memory."""
+
+from collections.abc import Iterable
+
+from megatron_eopt.base.address import address_of
+from megatron_eopt.config.settings import RunSettings
+from megatron_eopt.optimizers.host_memory import OffloadSettings
+from megatron_eopt.optimizers.update_rule import CompositeOptimizer
+from megatron_eopt.storage.interface import MainShard
+from megatron_eopt.storage.local_tensors import local_of
+
+
+def off_load(
+    composite: CompositeOptimizer, settings: RunSettings, stored: Iterable[MainShard] = ()
+) -> None:
+    """Keep the fraction of state, and of ``stored`` main weights, that the settings ask for."""
+    if not settings.offload_fraction:
+        return
+    # not the model's own weights, which float32 training steps, nor those in FSDP's buffers
+    own = [
+        item.main
+        for item in stored
+        if address_of(local_of(item.main))[0] != address_of(local_of(item.param))[0]
+    ]
+    params = (local_of(p) for group in composite.param_groups for p in group["params"])
+    composite.off_load(
+        OffloadSettings(
+            settings.offload_fraction,
+            frozenset(own),
+            next((param.device for param in params), "cpu"),
+            int(settings.config.matrix_buffer_mb * 2**20),
+        )
+    )

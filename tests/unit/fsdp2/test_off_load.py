@@ -1,0 +1,225 @@
+"""Main weights and state in host memory under torch's FSDP2 and Megatron-FSDP."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from megatron_eopt import get_megatron_optimizer
+from megatron_eopt.conformance import _PoisonedHost
+from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.optimizers import update_rule, whole_matrix_rule
+from megatron_eopt.optimizers.nested_state import leaves
+from megatron_eopt.storage.local_tensors import local_of
+from megatron_eopt.wrappers.memory import memory_of
+from megatron_eopt.wrappers.stats import stats_of
+from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import tiny_gpt, wrap_fsdp2
+from tests.harness.scene import forget_megatron
+from tests.unit.fsdp2.model import (
+    Model,
+    config,
+    cut,
+    eager,
+    far,
+    gradient,
+    make_model,
+    set_gradients,
+    shard,
+    weights,
+)
+from tests.unit.megatron_fsdp.runs import inject, make_chunk
+from tests.unit.storage.runs import DENSE, Run
+
+OPTIMIZERS = {
+    "muon": ("muon", {}),
+    "normuon": ("adaptive_muon", {"adaptive_muon_moment2_method": "normuon"}),
+    "soap": ("soap", {}),
+    "adam": ("adam", {}),
+}
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
+MANAGED = Run(model={**DENSE, "layers": 1, "dtype": torch.bfloat16})
+
+
+@dataclass
+class Loop:
+    """A training loop, with what it does to save and load."""
+
+    model: Any
+    build: Callable[..., Any]  # returns the optimizer for fields of the configuration
+    give_gradients: Callable[[int], None]
+    save: Callable[[Any], Any]
+    load: Callable[[Any, Any], None]
+
+
+def own(layout: str) -> Loop:
+    model = make_model(layout)
+    return Loop(
+        model,
+        lambda **fields: build_optimizer(model, config(**fields)),
+        partial(set_gradients, model),
+        partial(get_optimizer_state_dict, model),
+        lambda optimizer, saved: set_optimizer_state_dict(model, optimizer, saved),
+    )
+
+
+def megatrons(managed: bool) -> Loop:
+    if managed:
+        model = make_chunk(MANAGED)
+    else:
+        initialize_megatron()
+        model = tiny_gpt(
+            layers=1, vocabulary=128, transformer_impl="local", params_dtype=BF16["params_dtype"]
+        )
+        model = wrap_fsdp2(model.bfloat16())
+
+    def build(**fields):
+        fields |= {**BF16, "use_distributed_optimizer": managed}
+        optimizer = get_megatron_optimizer(config(**fields), [model])
+        for group in optimizer.param_groups:
+            group.update(lr=0.02, weight_decay=0.1 * group["wd_mult"])
+        return optimizer
+
+    def give_gradients(step):
+        if managed:
+            return inject(MANAGED, model, step)
+        for name, param in model.named_parameters():
+            param.grad = shard(gradient(name, param.shape, step).to(param.dtype), param)
+
+    return Loop(
+        model,
+        build,
+        give_gradients,
+        lambda optimizer: optimizer.state_dict(),
+        lambda optimizer, saved: optimizer.load_state_dict(saved),
+    )
+
+
+LOOPS = {
+    "own loop, FSDP2": partial(own, "fsdp"),
+    "own loop, Megatron-FSDP": partial(own, "optim_grads_params"),
+    "Megatron's loop, FSDP2": partial(megatrons, managed=False),
+    "Megatron's loop, Megatron-FSDP": partial(megatrons, managed=True),
+}
+
+
+def links_of(optimizer):
+    return getattr(optimizer, "links", None) or stats_of(optimizer)._links
+
+
+class _NewMemory(_PoisonedHost):
+    """Writes back to new memory each time, as a GPU's memory is left for the host's."""
+
+    def _fits(self, home, value):
+        return False
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Let update rules read nan where they have not fetched what is in host memory."""
+    with (
+        patch.object(update_rule, "HostMemory", _NewMemory),
+        patch.object(whole_matrix_rule, "HostMemory", _NewMemory),
+    ):
+        yield
+
+
+def built(loop, name, fraction):
+    optimizer, fields = OPTIMIZERS[name]
+    off_load = {"optimizer_cpu_offload": fraction > 0, "optimizer_offload_fraction": fraction}
+    with poisoned():
+        # several waves, so that something is fetched while something else is computed
+        found = loop.build(optimizer=optimizer, matrix_buffer_mb=0.001, **off_load, **fields)
+    for rule in (rule for link in links_of(found) for rule in link.update_rules):
+        if rule.host is not None:
+            rule.step = partial(rule.host.during, rule.step)
+    return found
+
+
+@eager
+def trained(make, name, fractions):
+    """Step twice at each fraction, with a load between; return weights, state and used memory."""
+    loop = make()
+    optimizer, memory = built(loop, name, fractions[0]), []
+    for number, fraction in enumerate(fractions):
+        if number:
+            saved = copy.deepcopy(loop.save(optimizer))
+            optimizer = built(loop, name, fraction)
+            loop.load(optimizer, saved)
+        for step in (2 * number, 2 * number + 1):
+            loop.give_gradients(step)
+            optimizer.step()
+        memory.append(memory_of(links_of(optimizer), [loop.model], None))
+    mains = [i.main for link in links_of(optimizer) for i in link.storage.main_shards()]
+    saved = [value for _, value in leaves(loop.save(optimizer)) if isinstance(value, torch.Tensor)]
+    forget_megatron()
+    return [local_of(value).clone() for value in (*mains, *saved)], memory
+
+
+FRACTIONS = (0.5, 0.0, 1.0)
+
+
+def at_all_fractions(loop):
+    found = {}
+    for name in OPTIMIZERS:
+        expected, resident = trained(LOOPS[loop], name, (0.0, 0.0, 0.0))
+        tensors, memory = trained(LOOPS[loop], name, FRACTIONS)
+        same = all(torch.equal(*pair) for pair in zip(expected, tensors, strict=True))
+        found[name] = same, list(zip(FRACTIONS, resident, memory, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_steps_and_loads_equal_those_of_a_resident_run(loop):
+    for found in run_ranks(2, at_all_fractions, loop, timeout=300):
+        for name, (same, used) in found.items():
+            assert same, name
+            for fraction, resident, memory in used:
+                kept = memory.state + memory.main_weights + memory.host
+                assert kept == resident.state + resident.main_weights
+                # float32 weights are the model's, and Megatron-FSDP keeps its main weights
+                mains = resident.main_weights if loop == "Megatron's loop, FSDP2" else 0
+                moved = resident.state + mains
+                # whole tensors are chosen
+                assert memory.host <= fraction * moved, name
+                assert bool(memory.host) == bool(fraction), name
+                if fraction == 1:
+                    assert memory.main_weights == resident.main_weights - mains
+                    # statistics of rows, and counters of steps, stay
+                    assert memory.host > 0.8 * moved, name
+
+
+@eager
+def in_torchs_own_off_loading(name, **options):
+    """Return the weights of a model whose weights and gradients FSDP2 keeps on the host."""
+    model = cut(Model(), "fsdp", "up", **options)
+    optimizer = build_optimizer(model, config(name))
+    for step in range(3):
+        set_gradients(model, step)
+        optimizer.step()
+    return weights(model)
+
+
+def with_and_without_its_policy():
+    policy = CPUOffloadPolicy(pin_memory=False)
+    both = [
+        [in_torchs_own_off_loading(name, **fields) for fields in ({}, {"offload_policy": policy})]
+        for name in ("muon", "soap", "adam")
+    ]
+    return [far(*pair)[0] for pair in both]
+
+
+def test_torchs_own_off_loading_is_no_obstacle():
+    assert run_ranks(2, with_and_without_its_policy, cpu=False) == [[0, 0, 0]] * 2
