@@ -1,6 +1,6 @@
 """The Triton kernel of :mod:`megatron_eopt.math.products`.
 
-Each program computes one tile of the result and finishes it in float32: factor, addend, diagonal.
+Each program computes one tile of the result and finishes it in float32: factors, addends, diagonal.
 For symmetric results there is one program for each tile of the lower triangle. It also stores its
 tile mirrored, so that the result is symmetric to the bit.
 """
@@ -36,12 +36,12 @@ def _any_tile(number, height, width):
 
 @triton.jit
 def _multiply(
-    left, right, add, out, alpha, beta, diagonal, m, n, k,
+    left, right, add, out, alpha, beta, gamma, diagonal, m, n, k,
     left_batch, left_row, left_column, right_batch, right_row, right_column,
     add_batch, add_row, add_column, out_batch, out_row, out_column,
     symmetric: tl.constexpr, even: tl.constexpr, side: tl.constexpr, depth: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile of ``alpha left right + beta add + diagonal I``."""
+    """Write one tile of ``alpha left right + beta add + gamma left + diagonal I``."""
     if symmetric:
         tile_row, tile_column = _lower_tile(tl.program_id(0))
     else:
@@ -74,6 +74,9 @@ def _multiply(
     if add is not None:
         place = add + batch * add_batch + rows.to(tl.int64) * add_row + columns * add_column
         total += beta * tl.load(place, mask=inside).to(tl.float32)
+    if gamma is not None:
+        place = left + batch * left_batch + rows.to(tl.int64) * left_row + columns * left_column
+        total += gamma * tl.load(place, mask=inside).to(tl.float32)
     if diagonal != 0.0:
         total = tl.where(rows == columns, total + diagonal, total)
     value = total.to(out.dtype.element_ty)
@@ -99,15 +102,16 @@ def launch(
     right: Tensor,
     add: Tensor | None,
     out: Tensor,
-    numbers: tuple[float, float, float],
+    numbers: tuple[float, float, float, float],
     symmetric: bool,
 ) -> None:
-    """Write ``alpha left right + beta add + diagonal I`` to ``out``; 3-D tensors of any strides.
+    """Write the product and its addends to ``out``; 3-D tensors of any strides.
 
-    ``numbers`` are alpha, beta and the diagonal's addend.
+    ``numbers`` are alpha, beta, gamma and the diagonal's addend.
     """
     batch, m, k = left.shape
     n = right.shape[-1]
+    alpha, beta, gamma, diagonal = numbers
     even = m % _SIDE == 0 and n % _SIDE == 0 and k % _DEPTH == 0
     side = _SIDE if even else _ODD_SIDE
     tiles = (triton.cdiv(m, side), triton.cdiv(n, side))
@@ -116,7 +120,7 @@ def launch(
         number for t in (left, right, out if add is None else add, out) for number in t.stride()
     ]
     _multiply[(count, batch)](
-        *(left, right, add, out, *numbers, m, n, k, *strides),
+        *(left, right, add, out, alpha, beta, gamma or None, diagonal, m, n, k, *strides),
         *(symmetric, even, side, _DEPTH),
         num_warps=8 if side == _SIDE else 4,
         num_stages=3,
