@@ -60,7 +60,7 @@ def test_lists_are_read_16_bytes_at_a_time_where_they_are_aligned(name, aligned)
 
 
 def test_normalisation_compiles():
-    assert compiled(triton_normalize._sum_squares, X, SUMS, 64, 32, 32)["cubin"]
+    assert compiled(triton_normalize._sum_squares, X, SUMS, 64, 32, 2, 32)["cubin"]
     assert compiled(triton_normalize._divide, X, SUMS, OUT, (0.5, 64.0), 64, 2, (2, 64))["cubin"]
 
 
