@@ -49,15 +49,14 @@ def test_products_of_matrices_with_columns_far_apart(memory, is_symmetric):
 
 def programs_from(first):
     """Let the interpreter's grid begin with this program."""
-    builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
-    get = builder.create_get_program_id
+    builder = importlib.import_module("triton.runtime.interpreter").interpreter_builder
+    start = builder.set_grid_idx
 
-    def later(self, axis):
-        handle = get(self, axis)
-        handle.data = handle.data + handle.data.dtype.type(first)
-        return handle
+    def later(x, y, z):
+        start(x, y, z)
+        builder.grid_idx = (first + x, y, z)
 
-    return mock.patch.object(builder, "create_get_program_id", later)
+    return mock.patch.object(builder, "set_grid_idx", later)
 
 
 @pytest.mark.parametrize("size", [BEYOND + 2**15, 2**15])
@@ -71,10 +70,11 @@ def test_norms_of_large_stacks_and_large_matrices(memory, size):
         first = BEYOND // block
         sums = torch.zeros(first + 1, dtype=torch.float64)
         parts = -(-size // block)
+        one = torch.ones(first // parts + 1, dtype=torch.float64)
         with programs_from(first):
             kernels._sum_squares[(1,)](x, sums, size, block, parts, block)
-            assert sums[first] == values.double().square().sum()
-            one = torch.ones(first // parts + 1, dtype=torch.float64)
+        assert sums[first] == values.double().square().sum()
+        with programs_from(first):
             kernels._divide[(1,)](x, one, x, (1e-7, 2.0), size, 1, (1, block))
     assert torch.equal(x[BEYOND : BEYOND + block], 2 * values)
 
