@@ -1,7 +1,7 @@
 """Matrix products on a GPU that compute half of symmetric results, and finish them by themselves.
 
-A result is ``alpha left right + beta add + diagonal I``. The kernel adds addend and diagonal in
-float32 before it rounds, so that neither is copied nor costs another pass. Operands have 16 bits.
+A result is ``alpha left right + beta add + gamma left + diagonal I``. The kernel adds all terms in
+float32 before it rounds, so that none is copied or costs another pass. Operands have 16 bits.
 
 Three ways lead to a symmetric result: the kernel of the package quack, if it is installed and
 supports the GPU; our own Triton kernel; and, where :func:`serves` is false, the whole product by
@@ -24,8 +24,8 @@ _ALIGNED = 8  # 16-bit numbers per 16 bytes, of which its strides must be multip
 
 _library: Any = torch.library.Library("megatron_eopt", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
-    "multiply(Tensor left, Tensor right, Tensor? add, float alpha, float beta, float diagonal, "
-    "bool symmetric, Tensor(a!) out) -> ()"
+    "multiply(Tensor left, Tensor right, Tensor? add, float alpha, float beta, float gamma, "
+    "float diagonal, bool symmetric, Tensor(a!) out) -> ()"
 )
 
 
@@ -43,15 +43,17 @@ def multiply(
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
+    gamma: float = 0.0,
     diagonal: float = 0.0,
     symmetric: bool = False,
 ) -> Tensor:
-    """Write ``alpha left right + beta add + diagonal I`` to ``out`` and return it.
+    """Write ``alpha left right + beta add + gamma left + diagonal I`` to ``out`` and return it.
 
-    Operands are ``(m, k)`` and ``(k, n)``, or batches of them. With ``symmetric``, the result is
-    known to be symmetric, and only its lower triangle is computed.
+    Operands are ``(m, k)`` and ``(k, n)``, or batches of them; with ``gamma``, all are square. With
+    ``symmetric``, the result is known to be symmetric, and only its lower triangle is computed.
     """
-    torch.ops.megatron_eopt.multiply(left, right, add, alpha, beta, diagonal, symmetric, out)
+    numbers = (alpha, beta, gamma, diagonal)
+    torch.ops.megatron_eopt.multiply(left, right, add, *numbers, symmetric, out)
     return out
 
 
@@ -61,11 +63,13 @@ def _multiply(
     add: Tensor | None,
     alpha: float,
     beta: float,
+    gamma: float,
     diagonal: float,
     symmetric: bool,
     out: Tensor,
 ) -> None:
-    if symmetric and _quack_serves(left, right, out):
+    # quack's kernel has one addend
+    if symmetric and not gamma and _quack_serves(left, right, out):
         quack = import_module("quack.gemm_interface")
         quack.gemm_symmetric_out(left, right, out, add, alpha=alpha, beta=beta)
         # our kernel adds it by itself, quack's does not
@@ -73,7 +77,7 @@ def _multiply(
             out.diagonal(0, -2, -1).add_(diagonal)
         return
     stacks = [t if t is None or t.ndim == 3 else t.unsqueeze(0) for t in (left, right, add, out)]
-    numbers = (alpha, beta, diagonal)
+    numbers = (alpha, beta, gamma, diagonal)
     gpu.call("megatron_eopt.math.triton_products", "launch", out, *stacks, numbers, symmetric)
 
 
@@ -98,7 +102,7 @@ def _has_quack(device: torch.device) -> bool:
 @register_flop_formula(torch.ops.megatron_eopt.multiply, get_raw=True)  # type: ignore[untyped-decorator]
 def _flops(left: Tensor, right: Tensor, *args: Any, **_: Any) -> int:
     """Return the operations for the entries that are computed, not mirrored."""
-    m, n, symmetric = left.shape[-2], right.shape[-1], args[4]
+    m, n, symmetric = left.shape[-2], right.shape[-1], args[5]
     return left.numel() * (m + 1 if symmetric else 2 * n)
 
 

@@ -1,6 +1,6 @@
 """The Triton kernel of :mod:`megatron_eopt.math.products`.
 
-Each program computes one tile of the result and finishes it in float32: factor, addend, diagonal.
+Each program computes one tile of the result and finishes it in float32: factors, addends, diagonal.
 For symmetric results there is one program for each tile of the lower triangle. It also stores its
 tile mirrored, so that the result is symmetric to the bit.
 """
@@ -36,27 +36,30 @@ def _any_tile(number, height, width):
 
 @triton.jit
 def _multiply(
-    left, right, add, out, alpha, beta, diagonal, m, n, k,
+    left, right, add, out, alpha, beta, gamma, diagonal, m, n, k,
     left_batch, left_row, left_column, right_batch, right_row, right_column,
     add_batch, add_row, add_column, out_batch, out_row, out_column,
     symmetric: tl.constexpr, even: tl.constexpr, side: tl.constexpr, depth: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile of ``alpha left right + beta add + diagonal I``."""
+    """Write one tile of ``alpha left right + beta add + gamma left + diagonal I``."""
+    height, width = tl.cdiv(m, side), tl.cdiv(n, side)
+    tiles = height * (height + 1) // 2 if symmetric else height * width
+    # not a second axis of the grid, which has at most 65,535 programs
+    number, batch = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     if symmetric:
-        tile_row, tile_column = _lower_tile(tl.program_id(0))
+        tile_row, tile_column = _lower_tile(number)
     else:
-        height, width = tl.cdiv(m, side), tl.cdiv(n, side)
-        tile_row, tile_column = _any_tile(tl.program_id(0), height, width)
-    batch = tl.program_id(1).to(tl.int64)
-    rows = tile_row * side + tl.arange(0, side)
-    columns = tile_column * side + tl.arange(0, side)
-    inner = tl.arange(0, depth)
+        tile_row, tile_column = _any_tile(number, height, width)
+    # all indices have 64 bits, since an index times a stride may exceed 32
+    rows = (tile_row * side + tl.arange(0, side)).to(tl.int64)
+    columns = (tile_column * side + tl.arange(0, side)).to(tl.int64)
+    inner, ahead = tl.arange(0, depth).to(tl.int64), tl.full((), depth, tl.int64)
     # what is loaded for rows and columns outside is not stored
     read_rows = rows if even else tl.minimum(rows, m - 1)
     read_columns = columns if even else tl.minimum(columns, n - 1)
-    lefts = left + batch * left_batch + read_rows[:, None].to(tl.int64) * left_row
+    lefts = left + batch * left_batch + read_rows[:, None] * left_row
     lefts += inner[None, :] * left_column
-    rights = right + batch * right_batch + read_columns[None, :].to(tl.int64) * right_column
+    rights = right + batch * right_batch + read_columns[None, :] * right_column
     rights += inner[:, None] * right_row
     total = tl.zeros((side, side), tl.float32)
     for start in range(0, k, depth):
@@ -66,23 +69,26 @@ def _multiply(
             one = tl.load(lefts, mask=inner[None, :] < k - start, other=0.0)
             other = tl.load(rights, mask=inner[:, None] < k - start, other=0.0)
         total = tl.dot(one, other, total)
-        lefts += depth * left_column
-        rights += depth * right_row
+        lefts += ahead * left_column
+        rights += ahead * right_row
     total = total * alpha
     rows, columns = rows[:, None], columns[None, :]
     inside = None if even else (rows < m) & (columns < n)
     if add is not None:
-        place = add + batch * add_batch + rows.to(tl.int64) * add_row + columns * add_column
+        place = add + batch * add_batch + rows * add_row + columns * add_column
         total += beta * tl.load(place, mask=inside).to(tl.float32)
+    if gamma is not None:
+        place = left + batch * left_batch + rows * left_row + columns * left_column
+        total += gamma * tl.load(place, mask=inside).to(tl.float32)
     if diagonal != 0.0:
         total = tl.where(rows == columns, total + diagonal, total)
     value = total.to(out.dtype.element_ty)
-    place = out + batch * out_batch + rows.to(tl.int64) * out_row + columns * out_column
+    place = out + batch * out_batch + rows * out_row + columns * out_column
     if not symmetric:
         tl.store(place, value, mask=inside)
         return
     mirror = out + batch * out_batch
-    mirror += tl.trans(columns).to(tl.int64) * out_row + tl.trans(rows) * out_column
+    mirror += tl.trans(columns) * out_row + tl.trans(rows) * out_column
     if tile_row == tile_column:
         # a tile on the diagonal also mirrors its lower half: its own upper half may differ in
         # rounding
@@ -99,15 +105,16 @@ def launch(
     right: Tensor,
     add: Tensor | None,
     out: Tensor,
-    numbers: tuple[float, float, float],
+    numbers: tuple[float, float, float, float],
     symmetric: bool,
 ) -> None:
-    """Write ``alpha left right + beta add + diagonal I`` to ``out``; 3-D tensors of any strides.
+    """Write the product and its addends to ``out``; 3-D tensors of any strides.
 
-    ``numbers`` are alpha, beta and the diagonal's addend.
+    ``numbers`` are alpha, beta, gamma and the diagonal's addend.
     """
     batch, m, k = left.shape
     n = right.shape[-1]
+    alpha, beta, gamma, diagonal = numbers
     even = m % _SIDE == 0 and n % _SIDE == 0 and k % _DEPTH == 0
     side = _SIDE if even else _ODD_SIDE
     tiles = (triton.cdiv(m, side), triton.cdiv(n, side))
@@ -115,8 +122,8 @@ def launch(
     strides = [
         number for t in (left, right, out if add is None else add, out) for number in t.stride()
     ]
-    _multiply[(count, batch)](
-        *(left, right, add, out, *numbers, m, n, k, *strides),
+    _multiply[(count * batch,)](
+        *(left, right, add, out, alpha, beta, gamma or None, diagonal, m, n, k, *strides),
         *(symmetric, even, side, _DEPTH),
         num_warps=8 if side == _SIDE else 4,
         num_stages=3,

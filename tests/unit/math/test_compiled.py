@@ -60,14 +60,16 @@ def test_lists_are_read_16_bytes_at_a_time_where_they_are_aligned(name, aligned)
 
 
 def test_normalisation_compiles():
-    assert compiled(triton_normalize._sum_squares, X, SUMS, 64, 32, 32)["cubin"]
+    assert compiled(triton_normalize._sum_squares, X, SUMS, 64, 32, 2, 32)["cubin"]
     assert compiled(triton_normalize._divide, X, SUMS, OUT, (0.5, 64.0), 64, 2, (2, 64))["cubin"]
 
 
-@pytest.mark.parametrize(("is_symmetric", "out"), [(True, OUT), (False, X)])
-def test_products_use_the_matrix_units(is_symmetric, out):
+@pytest.mark.parametrize(
+    ("is_symmetric", "out", "gamma"), [(True, OUT, None), (True, OUT, 0.5), (False, X, None)]
+)
+def test_products_use_the_matrix_units(is_symmetric, out, gamma):
     strides = [number for _ in range(4) for number in (2048 * 2048, 2048, 1)]
-    sizes, numbers = (2048, 2048, 2048), (0.5, 2.0, 4.0)
+    sizes, numbers = (2048, 2048, 2048), (0.5, 2.0, gamma, 4.0)
     flags = (is_symmetric, True, 128, 64)
     given = (OUT, OUT, OUT, out, *numbers, *sizes, *strides, *flags)
     asm = compiled(triton_products._multiply, *given, num_warps=8, num_stages=3)

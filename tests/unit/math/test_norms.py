@@ -23,7 +23,7 @@ def test_no_block_adds_up_more_than_the_most_parts(m: int, n: int, parts: int) -
 
 
 @pytest.mark.parametrize(
-    ("batch", "n", "kernels", "bytes_an_element"), [(4, 2048, 2, 6), (1, 8192, 4, 6)]
+    ("batch", "n", "kernels", "bytes_an_element"), [(4, 2048, 2, 6), (1, 8192, 2, 6)]
 )
 def test_few_kernels_and_bytes_are_beside_the_products(
     batch: int, n: int, kernels: int, bytes_an_element: int

@@ -1,0 +1,113 @@
+"""Kernels reach elements whose offsets exceed 32 bits, and stacks of more than 65,535 matrices.
+
+Memory is reserved but hardly touched. Tensors begin in its middle, so an offset that wraps around
+gives wrong numbers rather than a crash.
+"""
+
+import importlib
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_eopt.math import norms, products
+from tests.harness.kernels import interpreted_kernels
+
+F16 = torch.float16
+BEYOND = 2**31
+STRIDE = 35 * 2**20
+"""63 times it exceeds 32 bits, so the first tile's columns do."""
+
+SIDE = 65
+
+
+@pytest.fixture(scope="module")
+def memory():
+    return torch.empty(2 * BEYOND + SIDE * (STRIDE - BEYOND // SIDE) + 2**16, dtype=F16)
+
+
+def integers(seed, *shape):
+    numbers = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=numbers).to(F16)
+
+
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_products_of_matrices_with_columns_far_apart(memory, is_symmetric):
+    def far(number, values):
+        place = memory.as_strided((SIDE, SIDE), (1, STRIDE), BEYOND + number * SIDE)
+        return place.copy_(values)
+
+    left = integers(0, SIDE, SIDE)
+    right, add = (left.mT if is_symmetric else integers(1, SIDE, SIDE)), integers(2, SIDE, SIDE)
+    add = add + add.mT
+    out = far(3, torch.zeros(SIDE, SIDE))
+    given = far(0, left), far(1, right.mT).mT, out, far(2, add)
+    with interpreted_kernels():
+        products.multiply(*given, symmetric=is_symmetric)
+    assert torch.equal(out, (left.double() @ right.double() + add).half())
+
+
+def programs_from(first):
+    """Let the interpreter's grid begin with this program."""
+    builder = importlib.import_module("triton.runtime.interpreter").interpreter_builder
+    start = builder.set_grid_idx
+
+    def later(x, y, z):
+        start(x, y, z)
+        builder.grid_idx = (first + x, y, z)
+
+    return mock.patch.object(builder, "set_grid_idx", later)
+
+
+@pytest.mark.parametrize("size", [BEYOND + 2**15, 2**15])
+def test_norms_of_large_stacks_and_large_matrices(memory, size):
+    block = 4096
+    x = memory[BEYOND:]
+    values = integers(3, block)
+    x[BEYOND : BEYOND + block] = values
+    with interpreted_kernels():
+        kernels = importlib.import_module("megatron_eopt.math.triton_normalize")
+        first = BEYOND // block
+        sums = torch.zeros(first + 1, dtype=torch.float64)
+        parts = -(-size // block)
+        one = torch.ones(first // parts + 1, dtype=torch.float64)
+        with programs_from(first):
+            kernels._sum_squares[(1,)](x, sums, size, block, parts, block)
+        assert sums[first] == values.double().square().sum()
+        with programs_from(first):
+            kernels._divide[(1,)](x, one, x, (1e-7, 2.0), size, 1, (1, block))
+    assert torch.equal(x[BEYOND : BEYOND + block], 2 * values)
+
+
+def test_passes_over_large_tensors(memory):
+    weights, updates = memory[BEYOND:], memory[BEYOND + 2**15 :]
+    block = slice(BEYOND, BEYOND + 2048)
+    weight, update = integers(4, 2048), integers(5, 2048)
+    weights[block], updates[block] = weight, update
+    with interpreted_kernels():
+        kernels = importlib.import_module("megatron_eopt.math.triton_passes")
+        # all passes find their elements alike
+        programs = torch.tensor([[0], [BEYOND // 2048]], dtype=torch.int32)
+        table = torch.tensor([2 * BEYOND, weights.data_ptr(), 0, updates.data_ptr()])
+        types = (kernels._TYPES[F16], None, kernels._TYPES[F16])
+        kernels.update[(1,)](programs, table, 1, None, (0.0, 2.0), None, types, False)
+    assert torch.equal(weights[block], weight + 2 * update)
+
+
+def test_programs_count_along_the_first_axis_only():
+    # the others have at most 65,535
+    grids = []
+    with interpreted_kernels():
+        function = importlib.import_module("triton.runtime.interpreter").InterpretedFunction
+        start = function.__getitem__
+
+        def noted(kernel, grid):
+            grids.append(grid)
+            return start(kernel, grid)
+
+        with mock.patch.object(function, "__getitem__", noted):
+            x = integers(6, 3, 8, 8)
+            norms.divide(x, norms.sums_of_squares(x), 1e-7, 1.0, torch.empty_like(x))
+            products.multiply(x, x, torch.empty_like(x), symmetric=False)
+            products.multiply(x, x.mT, torch.empty_like(x), symmetric=True)
+    assert [len(grid) for grid in grids] == [1] * 4
