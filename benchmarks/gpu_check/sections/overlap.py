@@ -28,7 +28,7 @@ CONNECTIONS = ("1", "8")
 
 def run(context: Context) -> Outcome:
     """Train with and without overlap; the weights must have equal bits."""
-    outcome, told = Outcome(), []
+    outcome, told = context.outcome, []
     sizes = (SMALL, SMALL_STEPS, SMALL_BUCKET) if context.small else (LARGE, STEPS, BUCKET)
     # a second process per count is only worth its time where there are connections
     for count in CONNECTIONS if context.device == "cuda" else CONNECTIONS[:1]:
