@@ -75,6 +75,8 @@ def environment_of(out: Path) -> dict[str, str]:
         "PET_LOCAL_ADDR": "127.0.0.1",
     }
     own = {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
+    # otherwise each process may spend many seconds compiling what it imports
+    own["PYTHONDONTWRITEBYTECODE"] = ""
     return defaults | dict(os.environ) | own
 
 

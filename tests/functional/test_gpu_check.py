@@ -13,6 +13,7 @@ import torch
 from benchmarks.gpu_check.context import Context, Outcome
 from benchmarks.gpu_check.plan import SECTIONS
 from benchmarks.gpu_check.profile import split_of
+from benchmarks.gpu_check.ranks import CONNECTIONS, ranks_on
 from benchmarks.gpu_check.section import outcome_of
 from benchmarks.gpu_check.sections import newton_schulz, step
 from benchmarks.machine import ROOT
@@ -94,6 +95,14 @@ def test_kernels_that_cannot_be_built_are_not_compared_with_themselves(context, 
     monkeypatch.setattr(gpu, "compiles", lambda: False)
     found = outcome_of("kernels", replace(context, device="cuda"))
     assert found.problems == ["Triton cannot build kernels on this machine; the log says why"]
+
+
+@pytest.mark.long
+def test_a_rank_has_its_own_process_where_cuda_must_read_its_settings_anew(monkeypatch):
+    monkeypatch.setenv(CONNECTIONS, "1")
+    on_ranks = ranks_on("cpu")
+    monkeypatch.setenv(CONNECTIONS, "8")
+    assert on_ranks(1, os.getpid) != [os.getpid()]
 
 
 def canned(context: Context, results: list) -> Context:
