@@ -18,8 +18,7 @@ from tests.harness.scene import forget_megatron
 from tests.harness.streams import LateStream, late_streams
 from tests.unit.storage.runs import NORMUON, OVERLAP, SHARDED
 
-STEPS = 6
-LIMITS = (100.0, 100.0, 0.05, 100.0, 100.0, 0.05)
+LIMITS = (100.0, 100.0, 0.05, 100.0)
 """Of gradient norms in each step, so that some are clipped."""
 
 WORLDS: dict[int, dict[str, int]] = {1: {}, 2: {}, 4: {"tp": 2}}
