@@ -4,10 +4,12 @@ So nothing fails for the first time on a GPU. All sections run in this process, 
 Triton's interpreter runs kernels where :data:`INTERPRETED` says so.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 from benchmarks.gpu_check.context import Context, Outcome
 from benchmarks.gpu_check.ranks import ranks_on
@@ -29,7 +31,9 @@ def rehearse(names: Sequence[str], out: Path) -> dict[str, Outcome]:
         context = Context("cpu", 1, folder, True, SECONDS, ranks_on("cpu"))
         began = time.perf_counter()
         is_interpreted = name in INTERPRETED
-        with interpreted_kernels() if is_interpreted else nullcontext():
+        kernels = interpreted_kernels() if is_interpreted else nullcontext()
+        # models and ranks change the environment, which other sections' processes would inherit
+        with kernels, mock.patch.dict(os.environ):
             found[name] = outcome_of(name, context)
         told = found[name].problems or [found[name].skipped or found[name].headline]
         seconds = time.perf_counter() - began
