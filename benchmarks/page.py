@@ -11,15 +11,14 @@ import json
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from benchmarks import checkpoints, wire
 from benchmarks.about import table
 from benchmarks.machine import commit
 from benchmarks.optimizer_step import measure
+from benchmarks.predicted import BESIDE, FIGURES, FLOPS, HEAD, ITEMS, MEMORY, milliseconds, rows
 
-FIGURES = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 TARGET = FIGURES.parent / "reference" / "benchmarks.md"
 OF_FLAGS = "--vocab-size 32768 --untie-embeddings-and-output-weights --seq-length 1024 --dp 1"
 COUNTED = {
@@ -59,26 +58,8 @@ SHOWN = {
 PREDICTED = {"gpt": "16 groups", "8 query groups": "8 groups"}
 """Models whose step the page predicts for an H100, and their names in the table."""
 
-FLOPS, MEMORY = 660e12, 2.8e12
-"""FLOP/s and bytes/s that an H100 has reached: in 8192 x 28672 iterations, and with copies."""
-
 LEAST = {"gpt": 10.72, "8 query groups": 8.42}
 """TFLOP if half of every symmetric product is computed."""
-
-ITEMS = {
-    "matrix products": ("orthogonalization",),
-    "copies of their addends": ("addends",),
-    "gradient norm": ("norm", "clipping"),
-    "Muon: directions": ("directions",),
-    "Muon: normalization": ("normalization",),
-    "Muon: copies of Q, K and V": ("exchange",),
-    "Muon: weights": ("weights",),
-    "Adam": ("update",),
-}
-"""Rows of the prediction, and the phases that they consist of."""
-
-BESIDE = {"Adam": 1.0, "Muon: directions": 0.75}
-"""Share of an item that a side stream runs beside products: all waves' directions but the first."""
 
 FLOOR = {
     "matrix products": 0.0,
@@ -89,6 +70,17 @@ FLOOR = {
 }
 """Least bytes per parameter: gradient, momentum, 16-bit direction; weight, update, 16-bit weight;
 gradient, weight, two moments, 16-bit weight."""
+
+GOLDEN = """
+`golden` failed because of [Megatron-Core](../../CHANGELOG.md#known-limits).
+"""
+
+MEASURED = """
+What `gpu_check` measured on {gpu}, beside the same prediction without what runs beside products,
+and a replayed rank beside its [plan](../how_to/planning.md):
+
+{table}
+"""
 
 PAGE = """\
 # Benchmarks
@@ -115,9 +107,7 @@ In the tables:
 `./scripts/gpu_check.sh` ([explained here](../how_to/clusters.md)) on {gpu}:
 
 {gpu_sections}
-
-`golden` failed because of [Megatron-Core](../../CHANGELOG.md#known-limits).
-
+{gpu_golden}
 One step of a GPT with 0.5 billion parameters (8 layers, hidden size 2048, bfloat16), without
 Transformer Engine and Apex:
 
@@ -146,7 +136,7 @@ What these counts predict for one H100, at 660 TFLOP/s and 2.8 TB/s, in ms. "Bef
 {predicted_before}, "floor" reads and writes each number once, with half of the symmetric products.
 
 {predicted}
-
+{measured}
 Gaps between kernels are left out, and tiles on the diagonal of symmetric results: these are
 computed whole, which takes about 0.5 ms. The groups are query groups. The last row is a bound:
 Adam's pass and three quarters of the directions run on side streams.
@@ -230,6 +220,7 @@ def page() -> str:
         steps_of_muon=compared["optimizers"]["muon"]["steps_to_common_loss"],
         gpu=of_gpu(gpu["machine"]),
         gpu_sections=of_sections(sections),
+        gpu_golden=GOLDEN if "golden" in sections else "",
         gpu_steps=of_steps(sections["step"]["figures"]),
         gpu_iterations=of_iterations(sections["newton_schulz"]["figures"]["rows"]),
         counted=of_counts(counted),
@@ -238,6 +229,7 @@ def page() -> str:
         counted_commands="\n".join(map(shown_command, COUNTED)),
         predicted_before=counted["predicted_before"]["commit"],
         predicted=of_prediction(counted),
+        measured=of_measurement(sections),
         wire=machine(over_wire),
         wire_steps=wire.shown(over_wire["steps"]),
         steps=machine(steps),
@@ -280,7 +272,7 @@ def of_sections(sections: dict[str, Any]) -> str:
     rows = [
         [name, found["status"], *(found["problems"] or [found["headline"]])]
         for name, found in sections.items()
-        if name not in ("step", "newton_schulz")  # these have tables of their own
+        if name not in ("step", "replay", "newton_schulz")  # these have tables of their own
     ]
     return table("check | result | found", rows)
 
@@ -324,27 +316,28 @@ def of_prediction(figures: dict[str, Any]) -> str:
         for found in (figures["predicted_before"][key], now["phases"]):
             columns.append([milliseconds(found, phases) for phases in ITEMS.values()])
         columns.append([floor(item, now["elements"], now["least_tflop"]) for item in ITEMS])
-    rows = [
+    cells = [
         [item, *(f"{value:.1f}" for value in values)]
         for item, *values in zip((*ITEMS,), *columns, strict=True)
     ]
-    rows.append(["**all**", *(f"**{sum(column):.1f}**" for column in columns)])
+    cells.append(["**all**", *(f"**{sum(column):.1f}**" for column in columns)])
     beside = [
         sum(column)
         - sum(value * BESIDE.get(item, 0) for item, value in zip(ITEMS, column, strict=True))
         for column in columns
     ]
     shown = [f"{value:.1f}" if number % 3 == 1 else "" for number, value in enumerate(beside)]
-    rows.append(["all, if what runs beside products costs nothing", *shown])
+    cells.append(["all, if what runs beside products costs nothing", *shown])
     kinds = ("before", "now", "floor")
     heads = [f"{name}, {kind}:" for name in PREDICTED.values() for kind in kinds]
-    return table(" | ".join(["item", *heads]), rows)
+    return table(" | ".join(["item", *heads]), cells)
 
 
-def milliseconds(phases: dict[str, dict[str, float]], names: tuple[str, ...]) -> float:
-    """Return the predicted milliseconds of some phases."""
-    found = [phases[name] for name in names if name in phases]
-    return 1e3 * sum(one["bytes"] / MEMORY + one["flops"] / FLOPS for one in found)
+def of_measurement(sections: dict[str, Any]) -> str:
+    """Return the table of predicted and measured milliseconds, if both are known."""
+    found = rows(sections)
+    gpu = of_gpu(read("gpu_check")["machine"])
+    return MEASURED.format(gpu=gpu, table=table(HEAD, found)) if found else ""
 
 
 def floor(item: str, elements: dict[str, int], tflop: float) -> float:

@@ -1,10 +1,10 @@
 """Test and benchmark megatron-eopt on the GPUs of this machine; no network is needed.
 
 Each section runs in its own process. Its output goes to OUT/SECTION.log and its results to
-OUT/SECTION.json. OUT/results.json contains all results and describes the machine. Run the command
-again to continue: sections that passed with the same code on the same machine do not run again.
-The exit status is 1 if a section failed and 2 if nothing could run. Without a GPU, the sections
-run with small sizes on the CPU.
+OUT/SECTION.json. OUT/results.json contains all results and describes the machine; it is written
+after each section. Run the command again to continue: sections that passed with the same code on
+the same machine do not run again. The exit status is 1 if a section failed and 2 if a section did
+not run. Without a GPU, the sections run with small sizes on the CPU.
 """
 
 import argparse
@@ -42,6 +42,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/gpu_check"), metavar="DIR", help="results"
     )
+    text = "write all results to this file (default: OUT/results.json)"
+    parser.add_argument("--results", type=Path, metavar="FILE", help=text)
     text = "install the wheels of this folder to OUT/site and prefer them to installed packages"
     parser.add_argument("--wheels", type=Path, metavar="DIR", help=text)
     text = "time limit; sections without time are reported as not run (default: 9)"
@@ -52,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--again", action="store_true", help="repeat sections that passed")
     parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: all)")
     parser.add_argument("--small", action="store_true", help="use small sizes")
-    text = "run the sections on a CPU, with small sizes and Triton's interpreter; writes no results"
+    text = "run the sections on a CPU, with small sizes, some by Triton's interpreter; no results"
     parser.add_argument("--rehearse", action="store_true", help=text)
     return parser
 
@@ -73,6 +75,8 @@ def environment_of(out: Path) -> dict[str, str]:
         "PET_LOCAL_ADDR": "127.0.0.1",
     }
     own = {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
+    # otherwise each process may spend many seconds compiling what it imports
+    own["PYTHONDONTWRITEBYTECODE"] = ""
     return defaults | dict(os.environ) | own
 
 
@@ -137,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     run, machine = prepared
     sys.path[:0] = run.environment["PYTHONPATH"].split(os.pathsep)
     sections: dict[str, Document] = {}
+    results = arguments.results or run.out / "results.json"
+    results.parent.mkdir(parents=True, exist_ok=True)
     for section in SECTIONS:
         if section.name in arguments.only:
             print(f"{section.name}: {section.meaning} ...", flush=True)
@@ -145,11 +151,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif (kept := run.kept(section)) is not None:
             sections[section.name] = kept
         # write after each section, in case of an interruption
-        report.write(run.out / "results.json", machine, sections)
+        report.write(results, machine, sections)
     report.show(machine, sections)
-    print(f"All figures: {run.out / 'results.json'}")
+    print(f"All figures: {results}")
     statuses = {found["status"] for found in sections.values()}
-    return 2 if statuses == {"not run"} else int("failed" in statuses)
+    return 1 if "failed" in statuses else 2 if "not run" in statuses else 0
 
 
 if __name__ == "__main__":

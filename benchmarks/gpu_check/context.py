@@ -23,27 +23,6 @@ class OnRanks(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Context:
-    """Where a section runs.
-
-    Attributes:
-        device: ``cuda``, or ``cpu`` without GPUs.
-        ranks: Maximum number of ranks: GPUs, or processes on a CPU.
-        folder: Folder for the section's files.
-        small: Whether to use small sizes.
-        seconds: Time limit, after which the section is stopped.
-        on_ranks: Runs a function on ranks with the device.
-    """
-
-    device: Device
-    ranks: int
-    folder: Path
-    small: bool
-    seconds: float
-    on_ranks: OnRanks
-
-
 _LONGEST = 2000
 
 
@@ -85,3 +64,26 @@ class Outcome:
             # errors from other processes have their reason at the end
             shown = text if len(text) <= _LONGEST else f"...{text[-_LONGEST:]}"
             self.problems.append(f"{what}: {type(error).__name__}: {shown}")
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where a section runs.
+
+    Attributes:
+        device: ``cuda``, or ``cpu`` without GPUs.
+        ranks: Maximum number of ranks: GPUs, or processes on a CPU.
+        folder: Folder for the section's files.
+        small: Whether to use small sizes.
+        seconds: Time limit, after which the section is stopped.
+        on_ranks: Runs a function on ranks with the device.
+        outcome: What the section fills, so that a section that is stopped leaves what it has.
+    """
+
+    device: Device
+    ranks: int
+    folder: Path
+    small: bool
+    seconds: float
+    on_ranks: OnRanks
+    outcome: Outcome = field(default_factory=Outcome)

@@ -18,19 +18,20 @@ class Section(NamedTuple):
 
 
 SECTIONS = (
-    Section("kernels", 60, "compare our kernels with torch's functions, and time them"),
+    Section("kernels", 90, "compare our kernels with torch's functions, and time them"),
     Section("step", 150, "time a step against megatron-core's optimizers, and split its time"),
     Section("no_sync", 60, "list where the host waits for the GPU during a step"),
-    Section("overlap", 60, "compare steps beside the backward pass with serial ones"),
+    Section("overlap", 90, "compare steps beside the backward pass with serial ones"),
     Section("off_load", 60, "compare steps with state in host memory with those without"),
-    Section("newton_schulz", 90, "time all back ends of Newton-Schulz"),
+    Section("replay", 90, "run the step of one rank of a large job, beside its plan and others'"),
+    Section("newton_schulz", 60, "time all back ends of Newton-Schulz"),
     Section("reference", 90, "compare one step with float64 on the CPU, in float32 and bfloat16"),
     Section("layouts", 120, "compare updates at all layouts that fit the GPUs"),
     Section("cuda_graph", 60, "capture orthogonalization and steps in CUDA graphs and replay them"),
     Section("memory", 90, "compare measured memory with the optimizer's own count"),
     Section("quickstart", 150, "train the quickstart and check that its loss falls"),
 )
-"""In the order in which they run; the first six answer most within five minutes."""
+"""In the order in which they run; the first seven answer most."""
 
 NEEDED = {
     "torch": "torch",

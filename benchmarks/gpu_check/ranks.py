@@ -20,17 +20,21 @@ from megatron_eopt import cpu
 from megatron_eopt.cpu import Device
 from tests.harness.scene import forget_megatron
 
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
 
 def ranks_on(device: Device) -> OnRanks:
     """Return a function that runs functions on ranks; an error on one rank stops all.
 
-    A single rank runs in this process, which saves the imports of a new one.
+    A single rank runs in this process, which saves the imports of a new one, unless
+    ``CUDA_DEVICE_MAX_CONNECTIONS`` has changed since this call: CUDA reads it once in a process.
     """
+    connections = os.environ.get(CONNECTIONS)
 
     def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         with tempfile.TemporaryDirectory() as name:
             job = (device, world_size, Path(name), function, args)
-            if world_size == 1:
+            if world_size == 1 and os.environ.get(CONNECTIONS) == connections:
                 _be_rank(0, *job)
             else:
                 spawn(_be_rank, job, nprocs=world_size)  # type: ignore[no-untyped-call]
@@ -73,3 +77,5 @@ def _be_rank(
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()
+        # what comes next in this process asks how much memory is free
+        torch.cuda.empty_cache()

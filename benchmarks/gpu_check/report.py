@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.files import write_whole
 from benchmarks.gpu_check.runner import Document
+from benchmarks.predicted import HEAD, rows
 
 _COLORS = {"passed": "green", "failed": "red", "skipped": "yellow", "not run": "yellow"}
 
@@ -15,11 +17,11 @@ def write(path: Path, machine: Document, sections: dict[str, Document]) -> None:
         name: {key: value for key, value in found.items() if key != "basis"}
         for name, found in sections.items()
     }
-    path.write_text(json.dumps({"machine": machine, "sections": shown}, indent=1) + "\n")
+    write_whole(path, json.dumps({"machine": machine, "sections": shown}, indent=1) + "\n")
 
 
 def show(machine: Document, sections: dict[str, Document]) -> None:
-    """Print a table of sections, and one of back ends if they were measured."""
+    """Print a table of sections, and those of back ends and of predictions if measured."""
     from rich.console import Console
     from rich.table import Table
 
@@ -33,9 +35,15 @@ def show(machine: Document, sections: dict[str, Document]) -> None:
         text = "\n".join(_short(line) for line in told)
         table.add_row(name, f"[{color}]{status}[/]", f"{found['seconds']:.0f}", _plain(text))
     console.print(table)
-    rows = sections.get("newton_schulz", {}).get("figures", {}).get("rows", [])
-    if rows:
-        console.print(_of_backends(rows))
+    backends = sections.get("newton_schulz", {}).get("figures", {}).get("rows", [])
+    if backends:
+        console.print(_of_backends(backends))
+    if predicted := rows(sections):
+        columns = [name.strip().rstrip(":") for name in HEAD.split("|")]
+        times = Table(*columns, title="Predicted for an H100 at full size, and measured here")
+        for row in predicted:
+            times.add_row(*map(_plain, row))
+        console.print(times)
 
 
 def _title(machine: Document) -> str:

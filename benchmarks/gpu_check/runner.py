@@ -20,6 +20,9 @@ from benchmarks.machine import ROOT
 LEAST_S = 20.0
 """A section does not start with less time left, which its imports alone need."""
 
+GRACE_S = 5.0
+"""Seconds in which a section that is stopped writes what it has found."""
+
 LAST_LINES = 30
 
 type Document = dict[str, Any]
@@ -88,12 +91,16 @@ class Run:
         in_time, code = _watch(self._command(section, seconds), log, self.environment, seconds)
         took = round(time.monotonic() - began, 1)
         document: Document = json.loads(path.read_text())
+        # the section itself writes no basis, so another file is from before it started
+        found = {} if "basis" in document else document
+        figures = {"figures": found.get("figures", {})}
         if not in_time and seconds < section.limit_s:
-            return not_run(f"stopped after {took:.0f} s by the time limit of all sections")
-        # the section itself writes no basis, so this file is from before it started
-        if not in_time or code != 0 or "basis" in document:
+            why = f"stopped after {took:.0f} s by the time limit of all sections"
+            document = not_run(why) | figures
+        elif not in_time or code != 0 or not found:
             why = f"ended with exit code {code}" if in_time else f"not done after {took:.0f} s"
-            document = {"status": "failed", "problems": [why], "figures": {}, "headline": ""}
+            problems = [*found.get("problems", ()), why]
+            document = {"status": "failed", "problems": problems, "headline": "", **figures}
         document |= {"seconds": took, "basis": self.basis}
         if document["status"] == "failed":
             document["log"] = _last_lines(log)
@@ -118,7 +125,7 @@ def not_run(why: str) -> Document:
 def _watch(
     command: Sequence[str], log: Path, environment: dict[str, str], seconds: float
 ) -> tuple[bool, int]:
-    """Run a command, log its output; return whether it ended in time, and its exit code."""
+    """Run a command, log its output; return whether it ended by itself, and its exit code."""
     with log.open("w") as file:
         process = subprocess.Popen(
             command,
@@ -130,8 +137,11 @@ def _watch(
             start_new_session=True,
         )
         try:
-            return True, process.wait(seconds)
+            return True, process.wait(seconds - GRACE_S)
         except subprocess.TimeoutExpired:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
             return False, -1
         finally:
             _end(process)

@@ -1,11 +1,13 @@
-"""Run one section in this process and write its result."""
+"""Run one section in this process and write its result, also if SIGTERM stops it."""
 
 import argparse
 import importlib
 import json
+import signal
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from benchmarks.files import write_whole
 from benchmarks.gpu_check.context import Context, Outcome
@@ -14,14 +16,21 @@ from benchmarks.gpu_check.ranks import ranks_on
 from megatron_eopt.cpu import Device
 
 
+class StoppedError(BaseException):
+    """The process was told to end; no section catches this."""
+
+
 def outcome_of(name: str, context: Context) -> Outcome:
     """Run a section and return its result; an exception becomes a problem."""
-    failed = Outcome()
-    with failed.noting(name):
+    with context.outcome.noting(name):
         module = importlib.import_module(f"benchmarks.gpu_check.sections.{name}")
         outcome: Outcome = module.run(context)
         return outcome
-    return failed
+    return context.outcome
+
+
+def _stop(*_: object) -> NoReturn:
+    raise StoppedError
 
 
 def _left(found: Outcome) -> str | None:
@@ -47,7 +56,11 @@ def main() -> None:
         device, arguments.ranks, folder, arguments.small, arguments.seconds, ranks_on(device)
     )
     began = time.perf_counter()
-    found = outcome_of(arguments.section, context)
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        found = outcome_of(arguments.section, context)
+    except StoppedError:
+        found = context.outcome
     document = {
         "status": found.status,
         "seconds": round(time.perf_counter() - began, 1),

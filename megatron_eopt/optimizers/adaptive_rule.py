@@ -302,7 +302,8 @@ class NorMuonRule(MatrixMomentRule):
 
     def captured(self, groups: Sequence[ParamGroup]) -> Any:
         """Return settings of the optimizer, and of statistics."""
-        return super().captured(groups), [_settings(group) for group in groups]
+        settings = [_settings(group) for group in groups]
+        return super().captured(groups), settings, self.optimizer.bias_correction
 
 
 class NamoRule(MatrixMomentRule):

@@ -96,7 +96,11 @@ class ElementWiseRule(UpdateRule):
 
     def can_be_captured(self, groups: Sequence[ParamGroup]) -> bool:
         """Whether this is Adam in one pass."""
-        return self.folds_clipping and not any(g["amsgrad"] or g["maximize"] for g in groups)
+        return self.folds_clipping and not any(map(any, self.captured(groups)))
+
+    def captured(self, groups: Sequence[ParamGroup]) -> Any:
+        """Return settings that the pass does not read from the device."""
+        return [(group["amsgrad"], group["maximize"]) for group in groups]
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create the state of every tensor, each with its own step counter."""

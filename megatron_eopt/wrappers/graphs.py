@@ -7,8 +7,9 @@ Note [Captured steps]
     to the device. Then the device steps, from tensors alone. Then the host counts the step. What
     takes the place of ``step`` gets the part of the device only, and the other two run around it.
 
-    A replay reads and writes the memory of its capture. If a tensor has moved since, or a setting
-    has changed that kernels do not read from the device, the step raises an error.
+    A replay reads and writes the memory of its capture. State that was replaced since, as loads do,
+    is copied there. If another tensor has moved, or a setting has changed that kernels do not read
+    from the device, the step raises an error.
 """
 
 import math
@@ -46,6 +47,8 @@ class CapturedSteps:
         self._is_inside = False  # whether a step is between both parts of the host
         self._norm: GradNorm | None = None  # of the last step that Python ran
         self._captured: Any = None  # what the graph relies on, once there is one
+        # the optimizers' state that it reads and writes, and main weight and kind of each tensor
+        self._state: list[tuple[Any, Tensor, str, Tensor]] = []
         for link in chain.links:
             if not link.storage.is_stub_optimizer and not link.update_rules:
                 raise _refusal(f"{_CAPTURED} {type(link.storage.optimizer).__name__}")
@@ -70,12 +73,14 @@ class CapturedSteps:
 
     def around(self, replacement: StepT) -> StepT:
         """Return what calls a replacement of ``step`` between both parts of the host."""
-        self._captured = None
+        self._captured, self._state = None, []
         return partial(self._run, replacement, replays=True)
 
     @torch.no_grad()
     def _run(self, function: StepT, *, replays: bool = False) -> ResultT:
         self._prepare()
+        if replays:
+            self._return_state()
         if replays and self._captured not in (None, now := self._relied_on()):
             parts = ("tensors", "parameter groups", "settings of optimizers")
             pairs = zip(parts, self._captured, now, strict=True)
@@ -108,6 +113,7 @@ class CapturedSteps:
             ("log_num_zeros_in_grad", settings.log_num_zeros_in_grad),
             ("grad_norm_skip_threshold", math.isfinite(settings.grad_norm_skip_threshold)),
             ("log_optimizer_stats", chain.collects_stats),
+            ("log_optimizer_memory", settings.config.log_optimizer_memory),
         ):
             if is_on:
                 rule = f"needs numbers on the host, which {FLAG} does not read in a step"
@@ -133,9 +139,17 @@ class CapturedSteps:
             done = chain.step_with_ready_grads()
         if is_capturing:
             self._captured = self._relied_on()
+            self._state = [found for link in chain.links for found in _state_of(link)]
         else:
             gpu.staging.reserve()
         return done, self._norm.value, None
+
+    def _return_state(self) -> None:
+        """Copy state that was replaced to where the graph reads it."""
+        for optimizer, main, kind, kept in self._state:
+            found = optimizer.state[main].get(kind)
+            if isinstance(found, Tensor) and found is not kept and _is_like(found, kept):
+                optimizer.state[main][kind] = kept.copy_(found)
 
     def _counts(self) -> list[int]:
         return [link.storage.steps for link in self._chain.links]
@@ -164,9 +178,20 @@ def _stored(link: Any) -> Any:
 def _tensors_of(link: Any) -> Iterator[Tensor]:
     for item in _stored(link):
         yield from (item.param, item.main, item.param.main_grad)
-        for value in link.storage.optimizer.state[item.main].values():
+    yield from (value for *_, value in _state_of(link))
+    for update_rule in link.update_rules:
+        yield from update_rule.buffers()
+
+
+def _state_of(link: Any) -> Iterator[tuple[Any, Tensor, str, Tensor]]:
+    for item in _stored(link):
+        for kind, value in link.storage.optimizer.state[item.main].items():
             if isinstance(value, Tensor):
-                yield value
+                yield link.storage.optimizer, item.main, kind, value
+
+
+def _is_like(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 def _refusal(rule: str) -> ConfigurationError:

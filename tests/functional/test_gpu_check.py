@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_check.context import Context
+from benchmarks.gpu_check.context import Context, Outcome
 from benchmarks.gpu_check.plan import SECTIONS
 from benchmarks.gpu_check.profile import split_of
+from benchmarks.gpu_check.ranks import CONNECTIONS, ranks_on
 from benchmarks.gpu_check.section import outcome_of
 from benchmarks.gpu_check.sections import newton_schulz, step
 from benchmarks.machine import ROOT
+from megatron_eopt.base import gpu
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 
 
 @pytest.fixture
@@ -51,13 +54,13 @@ def test_every_back_end_has_its_row(context, monkeypatch):
     assert row["tflops"] == pytest.approx(flops / row["milliseconds"] / 1e9)
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [["step"], pytest.param(["kernels", "overlap", "off_load"], marks=pytest.mark.long)],
-    ids=" ".join,
-)
+USUAL = ["step", "replay", "cuda_graph"]
+OTHERS = [section.name for section in SECTIONS if section.name not in USUAL]
+
+
+@pytest.mark.parametrize("sections", mostly_long([USUAL, OTHERS], USUAL), ids=" ".join)
+@pytest.mark.timeout(900)
 def test_what_runs_on_a_gpu_has_been_rehearsed_on_a_cpu(tmp_path, sections):
-    """With Triton's interpreter."""
     command = [sys.executable, "-P", "-m", "benchmarks.gpu_check", "--rehearse"]
     command += ["--out", str(tmp_path), "--only", *sections]
     environment = {**os.environ, "MEGATRON_EOPT_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
@@ -88,8 +91,22 @@ def test_a_step_s_time_is_split_by_kind():
     assert split == {"products": 40, "passes": 30, "copies": 10, "idle": 20}
 
 
+def test_kernels_that_cannot_be_built_are_not_compared_with_themselves(context, monkeypatch):
+    monkeypatch.setattr(gpu, "compiles", lambda: False)
+    found = outcome_of("kernels", replace(context, device="cuda"))
+    assert found.problems == ["Triton cannot build kernels on this machine; the log says why"]
+
+
+@pytest.mark.long
+def test_a_rank_has_its_own_process_where_cuda_must_read_its_settings_anew(monkeypatch):
+    monkeypatch.setenv(CONNECTIONS, "1")
+    on_ranks = ranks_on("cpu")
+    monkeypatch.setenv(CONNECTIONS, "8")
+    assert on_ranks(1, os.getpid) != [os.getpid()]
+
+
 def canned(context: Context, results: list) -> Context:
-    return replace(context, on_ranks=lambda *_: results)
+    return replace(context, on_ranks=lambda *_: results, outcome=Outcome())
 
 
 def test_waits_of_the_host_are_problems_but_for_adaptive_muons_norm(context):
@@ -107,6 +124,5 @@ def test_the_command_runs_all_sections(tmp_path):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     results = json.loads((Path(tmp_path) / "results.json").read_text())
     states = {name: found["status"] for name, found in results["sections"].items()}
-    passing = dict.fromkeys((section.name for section in SECTIONS), "passed")
-    assert states == {**passing, "cuda_graph": "skipped"}
+    assert states == dict.fromkeys((section.name for section in SECTIONS), "passed")
     assert {"torch", "megatron-core"} <= set(results["machine"]["packages"])

@@ -15,8 +15,11 @@ from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_leaves
 
-READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default}
-"""What copies between host and device: ``item()``, and ``torch.tensor`` of numbers."""
+READS = frozenset({torch.ops.aten._local_scalar_dense.default})
+"""What copies from the device to the host: ``item()``."""
+
+UPLOADS = frozenset({torch.ops.aten.lift_fresh.default})
+"""What copies the other way: ``torch.tensor`` of numbers."""
 
 
 class Graph:
@@ -40,9 +43,9 @@ class Graph:
 class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes operators for a graph, and takes back what they do to earlier tensors."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, refused: frozenset[Any] = READS | UPLOADS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._graph = graph
+        self._graph, self._refused = graph, refused
         self._own: list[Any] = []  # memory of this capture, which stays its own
         self._before: dict[int, tuple[Any, Any]] = {}
         self.in_operator = False
@@ -50,7 +53,7 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        assert func not in READS, f"{func} in a capture"
+        assert func not in self._refused, f"{func} in a capture"
         kwargs = kwargs or {}
         given = {_memory(tensor): tensor for tensor in _tensors((args, kwargs))}
         own = {storage.data_ptr() for storage in self._own}

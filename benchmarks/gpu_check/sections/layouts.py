@@ -35,7 +35,7 @@ def cases_of(world_size: int) -> dict[str, Case]:
 
 def run(context: Context) -> Outcome:
     """Compare all layouts with the first, which has one rank."""
-    outcome = Outcome()
+    outcome = context.outcome
     found: dict[str, float] = {}
     reference: Result | None = None
     for world in (size for size in WORLDS if size <= max(2, context.ranks)):

@@ -22,7 +22,7 @@ _MIB = 2**20
 
 def run(context: Context) -> Outcome:
     """Measure each optimizer on a model of half a billion weights, or on a small one."""
-    outcome, told = Outcome(), []
+    outcome, told = context.outcome, []
     model = SMALL if context.small else LARGE
     on_gpu = context.device == "cuda"
     slack = SLACK if on_gpu else SLACK_ON_CPU

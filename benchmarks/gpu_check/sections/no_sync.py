@@ -34,7 +34,7 @@ _FOLDERS = ("/megatron/core/", "/megatron/training/", f"{ROOT}/megatron_eopt/")
 
 def run(context: Context) -> Outcome:
     """List the waits of each optimizer's step; all but the allowed one are problems."""
-    outcome = Outcome()
+    outcome = context.outcome
     on_gpu = context.device == "cuda"
     for name in OPTIMIZERS:
         with outcome.noting(name):

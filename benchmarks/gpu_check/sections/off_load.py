@@ -17,7 +17,7 @@ FRACTIONS = (0.0, 1.0)
 
 def run(context: Context) -> Outcome:
     """Step both ways; the weights must have equal bits."""
-    outcome = Outcome()
+    outcome = context.outcome
     model = SMALL | {"dtype": torch.bfloat16} if context.small else LARGE
     steps = SMALL_STEPS if context.small else STEPS
     found: dict[float, Any] = {}

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from benchmarks.gpu_check.context import Context, Outcome
 from benchmarks.gpu_check.models import LARGE, batch_of, gpt, settings, with_rates
+from benchmarks.gpu_check.ranks import CONNECTIONS
 from benchmarks.rounds import milliseconds
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from tests.harness.megatron import initialize_megatron
@@ -23,17 +24,17 @@ SMALL: dict[str, Any] = {"hidden": 32, "heads": 4, "query_groups": 2, "layers": 
 STEPS, SMALL_STEPS = 12, 3
 BUCKET, SMALL_BUCKET = 25_000_000, 3_000
 """Elements of a bucket, of which every model has several."""
-CONNECTIONS = ("1", "8")
+COUNTS = ("1", "8")
 
 
 def run(context: Context) -> Outcome:
     """Train with and without overlap; the weights must have equal bits."""
-    outcome, told = Outcome(), []
+    outcome, told = context.outcome, []
     sizes = (SMALL, SMALL_STEPS, SMALL_BUCKET) if context.small else (LARGE, STEPS, BUCKET)
     # a second process per count is only worth its time where there are connections
-    for count in CONNECTIONS if context.device == "cuda" else CONNECTIONS[:1]:
+    for count in COUNTS if context.device == "cuda" else COUNTS[:1]:
         with outcome.noting(f"{count} connections"):
-            with patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS=count):
+            with patch.dict(os.environ, {CONNECTIONS: count}):
                 found = context.on_ranks(context.ranks, both_ways, *sizes)
             serial, ahead = (
                 max(statistics.median(rank[way]) for rank in found) for way in ("serial", "ahead")

@@ -32,7 +32,7 @@ MODEL: dict[str, Any] = {
 
 def run(context: Context) -> Outcome:
     """Compare in float32 and bfloat16."""
-    outcome = Outcome()
+    outcome = context.outcome
     worst: dict[str, float] = {}
     for name, tolerance in TOLERANCES.items():
         errors: dict[str, float] = {}

@@ -60,7 +60,7 @@ def arms() -> list[Arm]:
 
 def run(context: Context) -> Outcome:
     """Time all contestants in turn; compare the weights of those with the same iteration."""
-    outcome = Outcome()
+    outcome = context.outcome
     large = SMALL if context.small else LARGE
     for groups in (large["query_groups"], large["heads"]):
         with outcome.noting(f"{groups} query groups"):

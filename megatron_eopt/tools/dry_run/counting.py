@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from megatron_eopt.base.gpu import HostCopy
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.update_rule import UpdateRule
@@ -65,6 +66,8 @@ _PHASES = {
     "megatron.core.optimizer.distrib_optimizer._copy_main_params": "copies to the model",
 }
 """Phase by the prefix of a function's full name; the innermost matching function decides."""
+
+_COPY: Any = torch.ops.aten.copy_.default
 
 READ: Any = torch.ops.aten._local_scalar_dense.default
 """The operator that copies a value to the host."""
@@ -138,7 +141,7 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kernels, moved = copied_addend(func, args, kwargs, result)
             flops = formula(*args, **kwargs, out_val=result)
             amount = Amount(kernels, moved, flops, kernels_in_all=kernels + 1)
-        elif func.namespace in ("aten", "megatron_eopt"):
+        elif func.namespace in ("aten", "megatron_eopt") and not _is_sent_to_host(func, args):
             kernels, moved = moved_by(func, args, kwargs, result)
             amount = Amount(kernels, moved, kernels_in_all=kernels)
         if amount != Amount():
@@ -154,6 +157,16 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ranks = distributed.get_process_group_ranks(group)
         call = Collective(name.strip("_"), len(ranks), sent, min(ranks), max(ranks))
         self.collectives[call] += 1
+
+
+def _is_sent_to_host(func: Any, args: Any) -> bool:
+    """Return whether a :class:`HostCopy` starts, which is no kernel; only on GPUs it copies."""
+    if func is not _COPY or not args[1].is_cuda or args[0].is_cuda:
+        return False
+    return any(
+        frame.f_globals.get("__name__") == HostCopy.__module__
+        for frame, _ in walk_stack(sys._getframe(2))
+    )
 
 
 def _groups(args: Any) -> Iterator[Any]:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.tools.dry_run import dry_world, report_of
+from megatron_eopt.tools.replay import figures
 from tests.harness import run_ranks
 from tests.harness.fake_gpu import Waits, fake_gpu
 from tests.unit.dry_run.optimizers import BF16, FSDP2, dry_optimizer
@@ -152,3 +153,26 @@ def test_what_mixes_devices_or_waits_is_seen():
     assert reads == {f"{__name__}.mixing"}
     assert "cuda:0" in refused
     assert "cpu" in refused
+
+
+def counted(world_size: int, case: Case) -> tuple[Any, Any]:
+    """Return what is counted on tensors of a CPU that stand for a GPU's, and on a GPU's."""
+    dist.destroy_process_group()
+    found = []
+    for cuda in (None, fake_gpu()):
+        with dry_world(0, world_size, cuda=cuda):
+            optimizer, give_gradients = dry_optimizer(case)
+            give_gradients()
+            optimizer.step()
+            # as text, since process groups end with the world
+            found.append(list(map(str, figures(report_of(optimizer, give_gradients)))))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("name", ["muon, fragments", "adaptive_muon, plain"])
+def test_a_plan_counts_what_a_gpu_will_do(name):
+    world_size, case = CASES[name]
+    case = replace(case, config=SHARDED | {"clip_grad": 1.0} | case.config)
+    case = replace(case, ddp={key: case.config[key] for key in SHARDED})
+    planned, real = run_ranks(1, counted, world_size, case, cpu=False)[0]
+    assert planned == real

@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,11 +11,23 @@ import pytest
 import torch
 from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
 
+from megatron_eopt import checkpoints
 from megatron_eopt.base.errors import ConfigurationError, NonFiniteError
+from megatron_eopt.qk_clip import clip_qk
 from tests.harness import run_ranks
 from tests.harness.graphs import recorded_graphs
 from tests.harness.scene import forget_megatron
-from tests.unit.storage.full_state import Case, build, counts_of, full_state
+from tests.unit.qk_clip.test_clip import GROUPED, MAXIMA, put
+from tests.unit.qk_clip.test_clip import MODEL as CLIPPING
+from tests.unit.storage.full_state import (
+    Case,
+    build,
+    counts_of,
+    full_state,
+    sharded,
+    unwrapped,
+    write_as,
+)
 from tests.unit.storage.runs import BF16, MOE, NORMUON, REPLICATED, inject
 
 STEPS = 6
@@ -43,6 +56,7 @@ CASES = {
     "Muon, not clipped": Case(**config(clip_grad=0.0)),
     "Muon, int8 momentum": Case(**config(muon_momentum_dtype="int8")),
     "Muon, bf16 momentum": Case(**config(muon_momentum_dtype="bf16")),
+    "Muon, QK-clip": Case(model={**GROUPED, **CLIPPING, "dtype": torch.bfloat16}, **config()),
     "NorMuon, sharded": Case("adaptive_muon", **config(**NORMUON)),
     "NorMuon, replicated": Case("adaptive_muon", **replicated(**NORMUON)),
     "Adam, sharded": Case("adam", **config()),
@@ -55,10 +69,10 @@ def with_graph(case: Case) -> Case:
 
 
 def set_rates(optimizer: Any, step: int) -> None:
-    """Do what a scheduler does before a step."""
+    """Do what a scheduler does before a step; the second, which is captured, has zeros."""
     for number, group in enumerate(optimizer.param_groups):
-        group["lr"] = 0.01 / (1 + step + number)
-        group["weight_decay"] = 0.0 if step == 2 else 0.1 * step
+        group["lr"] = 0.01 / (1 + step + number) if step not in (1, 3) else 0.0
+        group["weight_decay"] = 0.1 * step if step not in (1, 2) else 0.0
 
 
 def train(case: Case, chunk: Any, optimizer: Any, steps: range) -> list[float]:
@@ -72,6 +86,9 @@ def train(case: Case, chunk: Any, optimizer: Any, steps: range) -> list[float]:
         assert done
         assert zeros is None
         norms.append(float(norm))
+        if case.model.get("qk_clip"):
+            put([chunk], MAXIMA[step % 2])
+            clip_qk([chunk])
     return norms
 
 
@@ -125,7 +142,7 @@ def test_replays_have_the_bits_of_plain_steps(name):
     run_ranks(1, compare, name)
 
 
-@pytest.mark.parametrize("name", ["Muon, sharded", "NorMuon, sharded", "Muon, tensor parallel"])
+@pytest.mark.parametrize("name", ["Muon, tensor parallel", "Muon, QK-clip"])
 def test_replays_of_two_ranks_have_the_bits_of_plain_steps(name):
     run_ranks(2, compare, name)
 
@@ -179,6 +196,117 @@ def test_a_replay_on_gradients_that_are_not_finite_changes_nothing(name):
     run_ranks(1, spoil, name)
 
 
+def reloaded(name: str, form: str, folder: Path, *, graph: bool) -> Any:
+    """Return the end of a run that goes back to the checkpoint of its third step."""
+    case = with_graph(CASES[name]) if graph else CASES[name]
+    chunk, optimizer = build(case)
+    folder.mkdir()
+    with recorded_graphs() if graph else nullcontext():
+        if graph:
+            wrap(optimizer)
+        train(case, chunk, optimizer, range(3))
+        weights = write_as(form, case, chunk, optimizer, folder)
+        train(case, chunk, optimizer, range(3, 5))
+        if form == "rank files":
+            unwrapped(chunk).load_state_dict(weights, strict=False)
+            optimizer.load_state_dict_from_file(str(folder / "state.pt"))
+        else:
+            wanted = sharded(replace(case, form=form), chunk, optimizer, is_loading=True)
+            loaded = checkpoints.load(wanted, str(folder / "distributed"))
+            unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
+            optimizer.load_state_dict(loaded["optimizer"])
+        norms = train(case, chunk, optimizer, range(3, STEPS))
+        if graph:
+            del optimizer.step
+    found = norms, counts_of(chunk, optimizer), full_state(case, chunk, optimizer)
+    forget_megatron()
+    return found
+
+
+def reload(name: str, form: str, folder: Path) -> None:
+    *expected, state = reloaded(name, form, folder / "plain", graph=False)
+    *found, ours = reloaded(name, form, folder / "graph", graph=True)
+    assert found == expected
+    for key, value in state.items():
+        assert not isinstance(value, torch.Tensor) or torch.equal(ours[key], value), key
+
+
+LOADS = {
+    "Muon, int8 momentum": "fully_reshardable",
+    "NorMuon, replicated": "rank files",
+    "Adam, sharded": "dp_reshardable",
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_replays_go_on_from_a_load(name, tmp_path):
+    run_ranks(1, reload, name, LOADS[name], tmp_path)
+
+
+def other_values(key: str, value: Any) -> list[Any]:
+    """Return values that a setting of a parameter group may be changed to."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, tuple):
+        return [tuple(0.5 * number for number in value)]
+    off = [0.0] if key in ("lr", "weight_decay") else []
+    return [0.5 * value + 0.01, *off] if isinstance(value, float) else []
+
+
+def changed(name: str) -> set[str]:
+    """Change each setting of groups once a step is captured; return those that are refused."""
+    refused = set()
+    pairs = [build(case) for case in (CASES[name], with_graph(CASES[name]))]
+    plain, captured = (optimizer for _, optimizer in pairs)
+    groups = list(zip(plain.param_groups, captured.param_groups, strict=True))
+    with recorded_graphs():
+        wrap(captured)
+        for chunk, optimizer in pairs:
+            train(CASES[name], chunk, optimizer, range(2))
+        settings = {key: value for group, _ in groups for key, value in group.items()}
+        for key, other in ((k, v) for k, value in settings.items() for v in other_values(k, value)):
+            for group in (group for both in groups for group in both if key in group):
+                group[key] = other
+            for chunk, _ in pairs:
+                inject(CASES[name].run, chunk, 3)
+            try:
+                captured.step()
+            except ConfigurationError:
+                refused.add(key)
+                for group in (group for both in groups for group in both if key in group):
+                    group[key] = settings[key]
+                continue
+            plain.step()
+            for one, another in zip(
+                *(whole(optimizer) for optimizer in (plain, captured)), strict=True
+            ):
+                assert torch.equal(one, another), (key, other)
+        del captured.step
+    return refused
+
+
+def whole(optimizer: Any) -> list[torch.Tensor]:
+    """Return main weights and state."""
+    items = [(link, item) for link in optimizer.links for item in link.storage.main_shards()]
+    states = [{"": item.main, **link.storage.optimizer.state[item.main]} for link, item in items]
+    return [
+        value for state in states for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+
+
+OF_ADAM = {"amsgrad", "maximize"}
+REFUSED_CHANGES = {
+    "Muon, replicated": OF_ADAM,
+    "NorMuon, replicated": OF_ADAM | {"beta2", "eps"},
+    "Adam, replicated": OF_ADAM,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_CHANGES)
+def test_every_setting_of_a_group_counts_in_a_replay_or_is_refused(name):
+    assert run_ranks(1, changed, name)[0] == REFUSED_CHANGES[name]
+
+
 def rule_of(words: str, function: Any) -> None:
     with pytest.raises(ConfigurationError, match=words):
         function()
@@ -193,9 +321,10 @@ def moved() -> None:
         train(case, chunk, optimizer, range(3))
         state = next(iter(optimizer.links[0].storage.optimizer.state.values()))
         kept = state["momentum_buffer"]
-        state["momentum_buffer"] = kept.clone()
+        state["momentum_buffer"] = kept.double()
         rule_of("tensors have changed since the CUDA graph", optimizer.step)
-        state["momentum_buffer"] = kept
+        # but those that fit are copied to where the graph reads them
+        state["momentum_buffer"] = kept.clone()
         train(case, chunk, optimizer, range(3, 4))
         group = next(group for group in optimizer.param_groups if "beta2" in group)
         group["beta2"] = 0.5
@@ -208,6 +337,9 @@ def moved() -> None:
         optimizer.collects_stats = False
         optimizer.config.log_num_zeros_in_grad = True
         rule_of("log_num_zeros_in_grad", optimizer.step)
+        optimizer.config.log_num_zeros_in_grad = False
+        optimizer.settings.config.log_optimizer_memory = True
+        rule_of("log_optimizer_memory", optimizer.step)
     with pytest.raises(AttributeError):
         del optimizer.step
 

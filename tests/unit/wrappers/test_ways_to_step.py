@@ -1,0 +1,122 @@
+"""Beside the backward pass, on side streams and from a CUDA graph, steps have the same bits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+
+from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
+from tests.harness import run_ranks
+from tests.harness.graphs import recorded_graphs
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import forward_backward, synthetic_batch, tiny_gpt, wrap_ddp
+from tests.harness.scene import forget_megatron
+from tests.harness.streams import LateStream, late_streams
+from tests.unit.storage.runs import NORMUON, OVERLAP, SHARDED
+
+LIMITS = (100.0, 100.0, 0.05, 100.0)
+"""Of gradient norms in each step, so that some are clipped."""
+
+WORLDS: dict[int, dict[str, int]] = {1: {}, 2: {}, 4: {"tp": 2}}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "muon": {},
+    "adaptive_muon": {**NORMUON, "muon_scalar_optimizer": "adam"},
+    "adam": {},
+}
+WAYS = {
+    "overlap": {"muon_overlap_dp_comm": True},
+    "side streams": {"optimizer_cuda_graph": True},  # for passes that the host cannot look into
+    "graph": {"optimizer_cuda_graph": True},
+}
+
+SERVED = {"overlap": ("muon",), "side streams": ("muon", "adaptive_muon")}
+"""Optimizers that have a way; others have all."""
+
+
+def streams_of(optimizer: Any) -> list[LateStream]:
+    """Give an optimizer late streams where it has side streams on a GPU; return them."""
+    made = []
+    links = optimizer.links
+    owners = [owner for link in links for owner in (link.storage.optimizer, *link.update_rules)]
+    sides = (getattr(owner, "_side", None) for owner in owners)
+    for owner in filter(None, (*sides, optimizer._overlap)):
+        owner._stream = LateStream()
+        made.append(owner._stream)
+    return made
+
+
+@contextmanager
+def stepping(way: str, optimizer: Any) -> Iterator[None]:
+    """Let an optimizer step in one way, and check that it does."""
+    if way == "graph":
+        with recorded_graphs() as graphs:
+            optimizer.step = OptimizerCudaGraphWrapper(optimizer.step)
+            yield
+            del optimizer.step
+        assert len(graphs) == 1
+    elif way == "plain":
+        yield
+    else:
+        streams = streams_of(optimizer)
+        with late_streams():
+            yield
+        assert not any(stream.launched.calls for stream in streams)
+        assert max(stream.waits for stream in streams) > 1
+
+
+def trained(name: str, way: str, parallel: dict[str, int]) -> dict[str, Any]:
+    """Return norms, weights and state after steps with changing rates and limits."""
+    initialize_megatron(**parallel)
+    model = tiny_gpt(layers=2, dtype=torch.bfloat16, bias=False)
+    chunk = wrap_ddp(model, **SHARDED | OVERLAP | {"bucket_size": 3000})
+    fields = {"lr": 0.01, "bf16": True, "params_dtype": torch.bfloat16, "matrix_buffer_mb": 0.01}
+    fields |= SHARDED | OPTIMIZERS[name] | WAYS.get(way, {})
+    optimizer = get_megatron_optimizer(EmergingOptimizerConfig(optimizer=name, **fields), [chunk])
+    found: dict[str, Any] = {}
+    tp = parallel.get("tp", 1)
+    size, rank = dist.get_world_size() // tp, dist.get_rank() // tp
+    with stepping(way, optimizer):
+        for step, limit in enumerate(LIMITS):
+            for number, group in enumerate(optimizer.param_groups):
+                group["lr"] = 0.01 / (1 + step + number)
+                group["weight_decay"] = 0.1 * step
+            optimizer.config.clip_grad = limit
+            optimizer.zero_grad()
+            chunk.zero_grad_buffer()
+            forward_backward([chunk], [synthetic_batch(4 * step + i) for i in range(rank, 4, size)])
+            done, norm, _ = optimizer.step()
+            found[f"norm {step}"] = float(norm)
+            assert done
+            assert 0.05 < found[f"norm {step}"] < 90
+    chunk.disable_forward_pre_hook()
+    found |= {name: param.detach().clone() for name, param in chunk.named_parameters()}
+    for link in optimizer.links:
+        for number, item in enumerate(link.storage.main_shards()):
+            kept = link.storage.tensors_of(item).items()
+            found |= {f"{link.storage} {number} {kind}": value.clone() for kind, value in kept}
+    forget_megatron()
+    return found
+
+
+def differing(parallel: dict[str, int]) -> list[str]:
+    """Return what differs from plain steps, of all optimizers and ways."""
+    wrong = []
+    for name in OPTIMIZERS:
+        expected = trained(name, "plain", parallel)
+        for way in WAYS:
+            if name not in SERVED.get(way, OPTIMIZERS):
+                continue
+            found = trained(name, way, parallel)
+            for (what, value), other in zip(expected.items(), found.values(), strict=True):
+                same = torch.equal(*map(torch.as_tensor, (value, other)))
+                wrong += [] if same else [f"{name}, {way}: {what}"]
+    return wrong
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_way_to_step_has_the_bits_of_plain_steps(world):
+    assert not [wrong for rank in run_ranks(world, differing, WORLDS[world]) for wrong in rank]
