@@ -33,6 +33,16 @@ def shard_like(param: Tensor, local: Tensor) -> Tensor:
     )
 
 
-def is_uneven(param: Tensor) -> bool:
-    """Return whether Megatron-FSDP shards a parameter."""
+def unit_of(param: Tensor) -> Any:
+    """Return the unit, in Megatron-FSDP's second version, that has a parameter; None if none."""
+    return getattr(param, "_mfsdp_parameter_group", None) if isinstance(param, DTensor) else None
+
+
+def is_in_a_bucket(param: Tensor) -> bool:
+    """Return whether Megatron-FSDP's first version shards a parameter."""
     return isinstance(param, DTensor) and hasattr(param, "megatron_fsdp_dist_index")
+
+
+def is_uneven(param: Tensor) -> bool:
+    """Return whether Megatron-FSDP shards a parameter, otherwise than torch would."""
+    return is_in_a_bucket(param) or unit_of(param) is not None

@@ -44,7 +44,7 @@ from megatron_eopt.routing.parameters import (
     trainable_parameters,
 )
 from megatron_eopt.storage.local_tensors import local_of
-from megatron_eopt.wrappers import megatron_fsdp
+from megatron_eopt.wrappers import megatron_fsdp, megatron_fsdp_v2
 from megatron_eopt.wrappers.dtensors import build_routed, check_parameters, resolve_for_dtensors
 from megatron_eopt.wrappers.factory import log_differences
 from megatron_eopt.wrappers.stats import stats_of
@@ -101,6 +101,8 @@ def build_optimizer(
             module.reshard()  # the root stays unsharded after a forward pass
     model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     managing = megatron_fsdp.fsdp_modules([model])
+    has_units = megatron_fsdp_v2.take_attributes(model.parameters())
+    cls: Any = megatron_fsdp_v2.UnitsOptimizer if has_units else DTensorOptimizer
     # parameter names are those of the user's model, without the wrapper's prefix
     named: Any = model.module if model in managing else model
     with megatron_fsdp.whole_parameters([model]):
@@ -115,7 +117,7 @@ def build_optimizer(
         logger.info(text, settings.clip_grad, clip)
     if managing:
         routing = routing.over(megatron_fsdp.shards_of_parameters([model]))
-    cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing) if managing else DTensorOptimizer
+        cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing)
     optimizer = raise_together(lambda: build_routed(settings, routing, cls))
     emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
     log_differences(settings, {n: arguments_of(n, settings, [named], None) for n in emerging})

@@ -21,6 +21,7 @@ from tests.unit.fsdp2.model import (
     config,
     eager,
     far,
+    is_in_units,
     is_managed,
     make_model,
     named,
@@ -41,7 +42,9 @@ VARIANTS = ALL_VARIANTS | {
 
 def variants_of(layout):
     # of the last two, the noise of rounding and what is drawn follow from the count of steps
-    further = () if is_managed(layout) else ("adamuon", "int8", "fp8", "bf16 momentum", "psgd_pro")
+    further = ("adamuon", "int8", "fp8", "bf16 momentum", "psgd_pro")
+    if is_managed(layout) or is_in_units(layout):
+        further = ("adamw",)
     return ("muon", "normuon", "soap", *further)
 
 
@@ -98,6 +101,7 @@ SAVED = {
     "torch": ("fsdp", 4),
     "megatron": ("optim_grads_params", 2),
     "megatron's replicas": ("optim_grads_params x 2", 4),
+    "megatron's units": ("one unit", 3),
 }
 
 
@@ -106,7 +110,7 @@ def saved(tmp_path_factory):
     @functools.cache
     def once(framework: str) -> tuple[str, Any]:
         layout, world = SAVED[framework]
-        folder, cpu = str(tmp_path_factory.mktemp(framework)), is_managed(layout)
+        folder, cpu = str(tmp_path_factory.mktemp(framework)), framework != "torch"
         return folder, run_ranks(world, save, folder, layout, cpu=cpu, timeout=120)
 
     return once
@@ -120,6 +124,8 @@ def saved(tmp_path_factory):
         ("megatron", "optim", 2),
         pytest.param("megatron", "optim_grads_params x 2", 4, marks=pytest.mark.long),
         ("megatron's replicas", "no_shard", 2),
+        ("megatron's units", "units", 2),
+        pytest.param("megatron's units", "units x 2", 4, marks=pytest.mark.long),
     ],
 )
 def test_state_loads_bit_equal_at_other_layouts(saved, framework, layout, world):
@@ -128,7 +134,7 @@ def test_state_loads_bit_equal_at_other_layouts(saved, framework, layout, world)
     if layout == "plain":
         loaded = [load(folder, "plain", trained)]
     else:
-        cpu = is_managed(layout)
+        cpu = framework != "torch"
         loaded = run_ranks(world, load, folder, layout, trained, cpu=cpu, timeout=120)
     # all ranks have saved the same, too
     for results in loaded + by_rank:
@@ -140,7 +146,7 @@ def test_state_loads_bit_equal_at_other_layouts(saved, framework, layout, world)
                 assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), (name, key)
             assert far(after, then)[0] < 2e-6, name
     keys = by_rank[0]["soap"][0].keys()
-    prefix = "" if framework == "torch" else "module."
+    prefix = "module." if is_managed(SAVED[framework][0]) else ""
     state = ("up.weight.gate/L", "up.weight.up/Q_R", "down.weight.exp_avg_sq")
     assert {prefix + key for key in state} <= keys
 
