@@ -64,9 +64,9 @@ def build_optimizer(
     """Build the optimizer of a PyTorch model for your own training loop.
 
     Shard the model first: with torch's ``fully_shard`` (after ``parallelize_module``, if you use
-    it) or Megatron-FSDP's ``fully_shard_model`` or ``experimental.fully_shard``. Models that are not
-    sharded work too. All ranks must call this function together, and not between a forward pass and
-    its backward pass.
+    it), or with Megatron-FSDP's ``fully_shard_model`` or ``experimental.fully_shard``. Models that
+    are not sharded work too. All ranks must call this function together, and not between a forward
+    pass and its backward pass.
 
     Args:
         model: The model. Its parameters are DTensors on a mesh of any number of dimensions, or all
