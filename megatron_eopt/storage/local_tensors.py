@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_eopt.storage.units import unit_of
+
 
 def local_of(value: Any) -> Any:
     """Return a DTensor's local tensor, and any other value unchanged."""
@@ -31,11 +33,6 @@ def shard_like(param: Tensor, local: Tensor) -> Tensor:
         shape=param.shape,
         stride=param.stride(),
     )
-
-
-def unit_of(param: Tensor) -> Any:
-    """Return the unit, in Megatron-FSDP's second version, that has a parameter; None if none."""
-    return getattr(param, "_mfsdp_parameter_group", None) if isinstance(param, DTensor) else None
 
 
 def is_in_a_bucket(param: Tensor) -> bool:

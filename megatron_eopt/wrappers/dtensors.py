@@ -46,7 +46,7 @@ from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.parameters import ModelParameter, check_dtypes
 from megatron_eopt.routing.splits import tensor_parallel_cut
 from megatron_eopt.storage.interface import MainShard, Storage
-from megatron_eopt.storage.local_tensors import is_in_a_bucket, local_of, unit_of
+from megatron_eopt.storage.local_tensors import is_in_a_bucket, local_of
 from megatron_eopt.storage.shard import (
     Fragment,
     Ranks,
@@ -55,9 +55,9 @@ from megatron_eopt.storage.shard import (
     fragment_layouts,
     global_name,
 )
+from megatron_eopt.storage.units import layout_in_unit, unit_of
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
-from megatron_eopt.wrappers.megatron_fsdp_v2 import layout_in_unit
 from megatron_eopt.wrappers.replicated import Float32Optimizer, MainParamsOptimizer
 from megatron_eopt.wrappers.specs import OptimizerSpec, optimizer_specs, update_rule_over
 

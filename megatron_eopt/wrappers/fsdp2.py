@@ -44,6 +44,7 @@ from megatron_eopt.routing.parameters import (
     trainable_parameters,
 )
 from megatron_eopt.storage.local_tensors import local_of
+from megatron_eopt.storage.units import take_attributes
 from megatron_eopt.wrappers import megatron_fsdp, megatron_fsdp_v2
 from megatron_eopt.wrappers.dtensors import build_routed, check_parameters, resolve_for_dtensors
 from megatron_eopt.wrappers.factory import log_differences
@@ -102,7 +103,7 @@ def build_optimizer(
             module.reshard()  # the root stays unsharded after a forward pass
     model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     managing = megatron_fsdp.fsdp_modules([model])
-    has_units = megatron_fsdp_v2.take_attributes(model.parameters())
+    has_units = take_attributes(model.parameters())
     cls: Any = megatron_fsdp_v2.UnitsOptimizer if has_units else DTensorOptimizer
     # parameter names are those of the user's model, without the wrapper's prefix
     named: Any = model.module if model in managing else model
