@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megatron_eopt.storage.units import unit_of
+from megatron_eopt.storage.units import own_rows, unit_of
 
 
 def local_of(value: Any) -> Any:
@@ -16,6 +16,21 @@ def local_of(value: Any) -> Any:
     # `to_local` is differentiable, and would make this tensor part of a graph
     with torch.no_grad():
         return value.to_local()
+
+
+def part_of(param: Tensor, whole: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, cut like ``param``; all ranks have the whole tensor."""
+    if not isinstance(param, DTensor):
+        return whole
+    if unit_of(param) is not None:
+        return whole[own_rows(param)]
+    if is_in_a_bucket(param):
+        # without this attribute, each rank has the whole parameter
+        held = getattr(param, "megatron_fsdp_slice", slice(None))
+        return whole.reshape(-1)[held].view(local_of(param).shape)
+    mesh, placements = param.device_mesh, param.placements
+    part: Tensor = local_of(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+    return part
 
 
 def shard_like(param: Tensor, local: Tensor) -> Tensor:

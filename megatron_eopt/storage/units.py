@@ -58,18 +58,31 @@ def _members(unit: Any) -> list[tuple[Tensor, Tensor]]:
 
 def layout_in_unit(param: DTensor, mesh: Int64Array, cols: int, name: str) -> Layout:
     """Return the layout of a parameter whose mesh has these ranks; all copies are sources."""
-    unit, shape = unit_of(param), param.shape
+    low = np.zeros((mesh.size, param.dim()), np.int64)
+    high = np.tile(np.array(param.shape, np.int64), (mesh.size, 1))
+    low[:, 0], high[:, 0] = _rows(param)
+    sources = np.ones(mesh.size, bool)
+    return block_layout(param.shape, low, high, mesh.ravel(), sources, cols=cols, name=name)
+
+
+def own_rows(param: DTensor) -> slice:
+    """Return which rows of a parameter this rank has."""
+    mesh = param.device_mesh
+    place = tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
+    first, last = (of_ranks.reshape(mesh.shape)[place] for of_ranks in _rows(param))
+    return slice(int(first), int(last))
+
+
+def _rows(param: DTensor) -> tuple[Int64Array, Int64Array]:
+    """Return the first row of each rank of the mesh, and one past the last."""
+    unit, numel = unit_of(param), param.numel()
     weights = unit.main_weight
     number = [id(shard) for _, shard in _members(unit)].index(id(param))
-    starts, stops = _ranges(weights.layout, weights.placements, mesh.shape)
+    starts, stops = _ranges(weights.layout, weights.placements, tuple(param.device_mesh.shape))
     # from elements of the buffer to rows of this parameter
-    before, per_row = weights.layout.tensor_to_offset[number], shape[1:].numel()
-    low = np.zeros((mesh.size, len(shape)), np.int64)
-    high = np.tile(np.array(shape, np.int64), (mesh.size, 1))
-    low[:, 0] = np.clip(starts - before, 0, shape.numel()) // per_row
-    high[:, 0] = np.clip(stops - before, 0, shape.numel()) // per_row
-    sources = np.ones(mesh.size, bool)
-    return block_layout(shape, low, high, mesh.ravel(), sources, cols=cols, name=name)
+    before, per_row = weights.layout.tensor_to_offset[number], param.shape[1:].numel()
+    first, last = (np.clip(ends - before, 0, numel) // per_row for ends in (starts, stops))
+    return first, last
 
 
 class _Seat(NamedTuple):

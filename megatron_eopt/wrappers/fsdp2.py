@@ -14,7 +14,7 @@ from megatron.core.optimizer.optimizer_config import (
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import is_rank_0, raise_together
 from megatron_eopt.base.errors import ConfigurationError
@@ -43,7 +43,7 @@ from megatron_eopt.routing.parameters import (
     tables,
     trainable_parameters,
 )
-from megatron_eopt.storage.local_tensors import local_of
+from megatron_eopt.storage.local_tensors import local_of, part_of
 from megatron_eopt.storage.units import take_attributes
 from megatron_eopt.wrappers import megatron_fsdp, megatron_fsdp_v2
 from megatron_eopt.wrappers.dtensors import build_routed, check_parameters, resolve_for_dtensors
@@ -243,11 +243,8 @@ def import_torch_muon(
             raise ConfigurationError(name, tuple(value.shape), rule, "Load a run of this model")
         if isinstance(value, DTensor):
             value = value.full_tensor()
-        if isinstance(param, DTensor):
-            # every rank has the full tensor, so taking its own shard needs no communication
-            mesh, placements = param.device_mesh, param.placements
-            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-        local_of(target).copy_(local_of(value))
+        # every rank has the full tensor, so taking its own shard needs no communication
+        local_of(target).copy_(part_of(param, value))
     optimizer.pack()
 
 

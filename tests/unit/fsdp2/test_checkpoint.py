@@ -18,7 +18,9 @@ from megatron_eopt.fsdp2 import build_optimizer, import_torch_muon
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import (
     MATRICES,
+    Model,
     config,
+    cut,
     eager,
     far,
     is_in_units,
@@ -27,7 +29,6 @@ from tests.unit.fsdp2.model import (
     named,
     set_gradients,
     shard,
-    state,
     train,
     weights,
     whole,
@@ -199,11 +200,13 @@ def torch_muon():
 
 
 def imported(layout, state_dict, params):
-    model = make_model(layout)
+    model = Model()
     model.experts.weight.requires_grad_(False)
+    model = cut(model, layout, "up")
     optimizer = build_optimizer(model, config())
     import_torch_muon(optimizer, state_dict, params)
-    return state(model, optimizer)
+    state = whole_state(model, optimizer)
+    return {name.removeprefix("module."): value for name, value in state.items()}
 
 
 def test_momenta_of_torchs_muon_are_imported():
@@ -212,6 +215,8 @@ def test_momenta_of_torchs_muon_are_imported():
     momenta = {name: by_number["state"][i] for i, name in enumerate(NO_STACKS)}
     by_name = {"state": momenta, "param_groups": [group]}
     found = run_ranks(4, imported, "fsdp", by_number, NO_STACKS, cpu=False)
+    for layout in ("units", "optim_grads_params"):
+        found += run_ranks(2, imported, layout, by_number, NO_STACKS)
     for results in [*found, imported("plain", by_name, None)]:
         for name in NO_STACKS:
             expected = momenta[name]["momentum_buffer"]
