@@ -10,7 +10,8 @@
 * Asynchronous checkpoints: the persistent worker shares CPU tensors' memory, so training would
   change them while it writes. The patch hands it copies.
 * Megatron-FSDP: NCCL can scale gradients while it sums them, but gloo cannot. The patch scales them
-  first.
+  first. From megatron-core 0.20 on, buffers of the second version ask for the CUDA stream that
+  allocated them. The patch gives them the stand-in of a stream.
 """
 
 import copy
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import DBuffer
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
@@ -48,6 +50,8 @@ def megatron_patches() -> list[Patch]:
             _multiplying_first(param_and_grad_buffer.gradient_reduce_preprocessing),
         ),
     ]
+    if "allocation_stream" in DBuffer.__annotations__:
+        patches.append(Patch(DBuffer, "__init__", _on_a_stream(DBuffer.__init__)))
     # skipped if they cannot be built, because they come compiled
     if (helpers := dataset_helpers_to_skip()) is not None:
         patches.append(Patch(helpers, "compile_helpers", lambda: None))
@@ -110,6 +114,12 @@ def with_copies(request: Any) -> Any:
     if stage is not None:
         stage = functools.partial(stage.func, *copies(stage.args), **copies(stage.keywords))
     return request._replace(async_fn_args=copies(request.async_fn_args), preload_fn=stage)
+
+
+@around
+def _on_a_stream(plain: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+    plain(self, *args, **kwargs)
+    self.allocation_stream = torch.cuda.current_stream()
 
 
 @around

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.errors import ConfigurationError
@@ -37,7 +37,7 @@ from megatron_eopt.optimizers.update_rule import (
 from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
 from megatron_eopt.optimizers.whole_matrix_state import WholeMatrixState
 from megatron_eopt.routing.frozen import Frozen
-from megatron_eopt.storage.local_tensors import is_uneven, local_of, shard_like
+from megatron_eopt.storage.local_tensors import is_uneven, local_of, part_of, shard_like
 
 
 class StepObserver(Protocol):
@@ -400,11 +400,8 @@ def _followed(update_rule: UpdateRule, shards: Mapping[Tensor, Tensor]) -> Itera
 def _copy(mine: Tensor, value: Any) -> Tensor:
     """Copy a saved value into this rank's part of a tensor, and return that part."""
     if not _are_placed_alike(mine, value):
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        if isinstance(mine, DTensor):
-            # every rank has the whole tensor, and takes its own part
-            mesh, placements = mine.device_mesh, mine.placements
-            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+        # every rank has the whole tensor, and takes its own part
+        value = part_of(mine, value.full_tensor() if isinstance(value, DTensor) else value)
     local: Tensor = local_of(mine)
     return local.copy_(local_of(value))
 

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from megatron_eopt.storage.units import own_rows, unit_of
 
 
 def local_of(value: Any) -> Any:
@@ -15,6 +17,21 @@ def local_of(value: Any) -> Any:
     # `to_local` is differentiable, and would make this tensor part of a graph
     with torch.no_grad():
         return value.to_local()
+
+
+def part_of(param: Tensor, whole: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, cut like ``param``; all ranks have the whole tensor."""
+    if not isinstance(param, DTensor):
+        return whole
+    if unit_of(param) is not None:
+        return whole[own_rows(param)]
+    if is_in_a_bucket(param):
+        # without this attribute, each rank has the whole parameter
+        held = getattr(param, "megatron_fsdp_slice", slice(None))
+        return whole.reshape(-1)[held].view(local_of(param).shape)
+    mesh, placements = param.device_mesh, param.placements
+    part: Tensor = local_of(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+    return part
 
 
 def shard_like(param: Tensor, local: Tensor) -> Tensor:
@@ -28,6 +45,11 @@ def shard_like(param: Tensor, local: Tensor) -> Tensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def is_uneven(param: Tensor) -> bool:
-    """Return whether Megatron-FSDP shards a parameter."""
+def is_in_a_bucket(param: Tensor) -> bool:
+    """Return whether Megatron-FSDP's first version shards a parameter."""
     return isinstance(param, DTensor) and hasattr(param, "megatron_fsdp_dist_index")
+
+
+def is_uneven(param: Tensor) -> bool:
+    """Return whether Megatron-FSDP shards a parameter, otherwise than torch would."""
+    return is_in_a_bucket(param) or unit_of(param) is not None

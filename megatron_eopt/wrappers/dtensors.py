@@ -46,7 +46,7 @@ from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.parameters import ModelParameter, check_dtypes
 from megatron_eopt.routing.splits import tensor_parallel_cut
 from megatron_eopt.storage.interface import MainShard, Storage
-from megatron_eopt.storage.local_tensors import is_uneven, local_of
+from megatron_eopt.storage.local_tensors import is_in_a_bucket, local_of
 from megatron_eopt.storage.shard import (
     Fragment,
     Ranks,
@@ -55,6 +55,7 @@ from megatron_eopt.storage.shard import (
     fragment_layouts,
     global_name,
 )
+from megatron_eopt.storage.units import layout_in_unit, unit_of
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.off_loading import off_load
@@ -158,11 +159,11 @@ def _shards(
 def _held_by_all(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> Int64Array:
     """Return the number of elements of each parameter on each rank, ``(ranks, parameters)``.
 
-    Ranks communicate only if Megatron-FSDP shards a parameter; other layouts follow from
-    placements.
+    Ranks communicate only if Megatron-FSDP's first version shards a parameter; other layouts follow
+    from placements, or from what each rank knows of a unit.
     """
     mine = [local_of(param).numel() for param in params]
-    asks = group is not None and any(map(is_uneven, params))
+    asks = group is not None and any(map(is_in_a_bucket, params))
     of_ranks = gather_objects(mine, group) if asks else [mine]
     return np.array(of_ranks, np.int64).reshape(-1, len(mine))
 
@@ -174,8 +175,10 @@ def _layouts(
     cols = split.cols
     if group is None or not isinstance(param, DTensor):
         layout = Layout.whole((param.numel() // cols, cols), 0)
-    elif is_uneven(param):
+    elif is_in_a_bucket(param):
         return _fragments(param, split, _mesh_in(param, group), held)
+    elif unit_of(param) is not None:
+        layout = layout_in_unit(param, _mesh_in(param, group), cols, name)
     else:
         mesh, shape = _mesh_in(param, group), tuple(param.shape)
         layout = dtensor_layout(shape, mesh, param.placements, cols=cols, name=name)

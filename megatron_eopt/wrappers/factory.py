@@ -29,6 +29,7 @@ from megatron_eopt.routing.global_names import name_parameters, names_in
 from megatron_eopt.routing.groups import Group
 from megatron_eopt.routing.model import Routing, log_routing, route_model
 from megatron_eopt.routing.parameters import check_dtypes
+from megatron_eopt.storage.units import take_attributes
 from megatron_eopt.wrappers import dtensors, megatron_fsdp
 from megatron_eopt.wrappers.builders import (
     BUILDERS,
@@ -41,6 +42,7 @@ from megatron_eopt.wrappers.builders import (
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.gradients import make_scaler
 from megatron_eopt.wrappers.layer_wise import LayerWiseDistributedOptimizer
+from megatron_eopt.wrappers.megatron_fsdp_v2 import build_units
 from megatron_eopt.wrappers.replicated import build_replicated
 from megatron_eopt.wrappers.specs import OptimizerSpec, optimizer_specs
 from megatron_eopt.wrappers.zero1.buffers import buffer_sets, check_model_chunks, has_frozen
@@ -101,6 +103,8 @@ def get_megatron_optimizer(
     of_dtensors = dtensors.is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
     settings = raise_together(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
     check_alike(settings.config)
+    for chunk in model_chunks:
+        take_attributes(chunk.parameters())
     with megatron_fsdp.whole_parameters(model_chunks):
         routing = route_model(settings, model_chunks, config_overrides)
     if _is_megatron_cores(settings, routing, model_chunks):
@@ -169,7 +173,8 @@ def _is_megatron_cores(settings: Settings, routing: Routing, model_chunks: Seque
     if not settings.is_standard or routing.optimizers - {settings.optimizer}:
         return False
     modules = megatron_fsdp.fsdp_modules(model_chunks)
-    is_refused = bool(modules) and (settings.half == "fp16" or any(megatron_fsdp.faults(modules)))
+    has_no_scaler = settings.half == "fp16" and is_megatron_fsdp(model_chunks)
+    is_refused = has_no_scaler or any(megatron_fsdp.faults(modules))
     return bool(_upstream_modes(settings)) or is_refused
 
 
@@ -226,6 +231,7 @@ for _builder in (
     _sharded,
     dtensors.build_torch_fsdp2,
     megatron_fsdp.build_megatron_fsdp,
+    build_units,
 ):
     register_storage(_builder)
 

@@ -14,7 +14,7 @@ from megatron.core.optimizer.optimizer_config import (
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import is_rank_0, raise_together
 from megatron_eopt.base.errors import ConfigurationError
@@ -43,8 +43,9 @@ from megatron_eopt.routing.parameters import (
     tables,
     trainable_parameters,
 )
-from megatron_eopt.storage.local_tensors import local_of
-from megatron_eopt.wrappers import megatron_fsdp
+from megatron_eopt.storage.local_tensors import local_of, part_of
+from megatron_eopt.storage.units import take_attributes
+from megatron_eopt.wrappers import megatron_fsdp, megatron_fsdp_v2
 from megatron_eopt.wrappers.dtensors import build_routed, check_parameters, resolve_for_dtensors
 from megatron_eopt.wrappers.factory import log_differences
 from megatron_eopt.wrappers.off_loading import off_load
@@ -65,8 +66,9 @@ def build_optimizer(
     """Build the optimizer of a PyTorch model for your own training loop.
 
     Shard the model first: with torch's ``fully_shard`` (after ``parallelize_module``, if you use
-    it) or Megatron-FSDP's ``fully_shard_model``. Models that are not sharded work too. All ranks
-    must call this function together, and not between a forward pass and its backward pass.
+    it), or with Megatron-FSDP's ``fully_shard_model`` or ``experimental.fully_shard``. Models that
+    are not sharded work too. All ranks must call this function together, and not between a forward
+    pass and its backward pass.
 
     Args:
         model: The model. Its parameters are DTensors on a mesh of any number of dimensions, or all
@@ -102,6 +104,8 @@ def build_optimizer(
             module.reshard()  # the root stays unsharded after a forward pass
     model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     managing = megatron_fsdp.fsdp_modules([model])
+    has_units = take_attributes(model.parameters())
+    cls: Any = megatron_fsdp_v2.UnitsOptimizer if has_units else DTensorOptimizer
     # parameter names are those of the user's model, without the wrapper's prefix
     named: Any = model.module if model in managing else model
     with megatron_fsdp.whole_parameters([model]):
@@ -116,7 +120,7 @@ def build_optimizer(
         logger.info(text, settings.clip_grad, clip)
     if managing:
         routing = routing.over(megatron_fsdp.shards_of_parameters([model]))
-    cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing) if managing else DTensorOptimizer
+        cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing)
     optimizer = raise_together(lambda: build_routed(settings, routing, cls))
     off_load(optimizer, settings)
     emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
@@ -243,11 +247,8 @@ def import_torch_muon(
             raise ConfigurationError(name, tuple(value.shape), rule, "Load a run of this model")
         if isinstance(value, DTensor):
             value = value.full_tensor()
-        if isinstance(param, DTensor):
-            # every rank has the full tensor, so taking its own shard needs no communication
-            mesh, placements = param.device_mesh, param.placements
-            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-        local_of(target).copy_(local_of(value))
+        # every rank has the full tensor, so taking its own shard needs no communication
+        local_of(target).copy_(part_of(param, value))
     optimizer.pack()
 
 

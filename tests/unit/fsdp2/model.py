@@ -6,7 +6,11 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron.core.distributed.fsdp.src.megatron_fsdp import (
+    MegatronFSDP,
+    experimental,
+    fully_shard_model,
+)
 from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
     uneven_dtensor_to_full_tensor,
 )
@@ -24,6 +28,9 @@ from megatron_eopt.matrices import gated
 STEPS = 10
 MANAGED = ("optim", "optim_grads", "optim_grads_params", "no_shard")
 """Layouts that are strategies of Megatron-FSDP, here by ``fully_shard_model``."""
+
+UNITS = ("one unit", "units")
+"""Layouts by the second version of Megatron-FSDP: the root alone, or each layer, is a unit."""
 
 MATRICES = ("up.weight", "down.weight", "tiny.weight", "wide.weight", "experts.weight")
 
@@ -68,9 +75,17 @@ class Model(nn.Module):
 
 def make_model(layout="plain", dtype=torch.float32):
     """Return the model, cut as ``layout`` says; ``up`` holds two matrices."""
-    model = cut(Model().to(dtype), layout, "up")
-    named(model)["up.weight"].eopt_split = gated((16, 12))
+    model = Model().to(dtype)
+    split = model.up.weight.eopt_split = gated((16, 12))
+    model = cut(model, layout, "up")
+    if not is_in_units(layout):
+        named(model)["up.weight"].eopt_split = split
     return model
+
+
+def is_in_units(layout):
+    """Whether the second version of Megatron-FSDP cuts; ``units x 2`` is HSDP of two replicas."""
+    return layout.partition(" x ")[0] in UNITS
 
 
 def is_managed(layout):
@@ -102,12 +117,33 @@ def manage(model, layout, **options):
     )
 
 
+def put_in_units(model, layout, **options):
+    """Cut as ``layout`` says by the second version of Megatron-FSDP."""
+    kind, _, replicas = layout.partition(" x ")
+    shape, names = (dist.get_world_size(),), ["dp"]
+    parameter = gradient = [experimental.Flat()]
+    if replicas:
+        shape, names = (int(replicas), shape[0] // int(replicas)), ["outer", "dp"]
+        gradient = [experimental.Partial(dist.ReduceOp.AVG), *gradient]
+        parameter = [experimental.Replicate(), *parameter]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple(names))
+    placements = experimental.Placements(
+        dp_axes=names, parameter=parameter, gradient=gradient, optimizer=parameter
+    )
+    layers = [m for m in model.modules() if kind == "units" and isinstance(m, nn.Linear)]
+    for module in (*layers, model):
+        experimental.fully_shard(module, mesh, placements, **options)
+    return model
+
+
 def cut(model, layout, unit, **options):
     """Return the model, cut as ``layout`` says; its module ``unit`` is cut by itself."""
     if layout == "plain":
         return model
     if is_managed(layout):
         return manage(model, layout, **options)
+    if is_in_units(layout):
+        return put_in_units(model, layout, **options)
     world = dist.get_world_size()
     if layout == "fsdp":
         mesh = init_device_mesh("cpu", (world,))
@@ -136,7 +172,13 @@ def shard(full, param):
     if managed:
         held = getattr(param, "megatron_fsdp_slice", slice(None))
         local = full.reshape(-1)[held].view(param.to_local().shape)
-    for axis in () if managed else reversed(range(mesh.ndim)):
+    unit = getattr(param, "_mfsdp_parameter_group", None)
+    if unit is not None:
+        number = [one is param for one in unit.sharded_parameters].index(True)
+        held = unit.main_weight._get_owned_range(number)
+        start, numel = (held.tensor_relative_offset, held.numel) if held else (0, 0)
+        local = full.reshape(-1)[start : start + numel].view(-1, *full.shape[1:])
+    for axis in () if managed or unit else reversed(range(mesh.ndim)):
         placement = param.placements[axis]
         if not placement.is_replicate():
             chunks = local.chunk(mesh.size(axis), placement.dim)
@@ -161,7 +203,8 @@ def gradient(name, shape, step):
 
 def set_gradients(model, step):
     for name, param in named(model).items():
-        grad = shard(gradient(name, param.shape, step).to(param.dtype), param)
+        dtype = getattr(param, "grad_dtype", None) or param.dtype
+        grad = shard(gradient(name, param.shape, step).to(dtype), param)
         # Megatron-FSDP leaves empty shards without one
         is_empty = hasattr(param, "megatron_fsdp_dist_index") and not grad.to_local().numel()
         param.grad = None if is_empty else grad
@@ -171,7 +214,8 @@ def whole(tensor):
     """Return a copy of a whole tensor, whatever its layout; collective."""
     local = getattr(tensor, "_local_tensor", None)
     # what Megatron-FSDP cuts, and what is saved of it
-    if hasattr(tensor, "megatron_fsdp_dist_index") or hasattr(local, "__create_chunk_list__"):
+    marks = ("megatron_fsdp_dist_index", "_mfsdp_parameter_group")
+    if any(hasattr(tensor, m) for m in marks) or hasattr(local, "__create_chunk_list__"):
         with torch.no_grad():
             return uneven_dtensor_to_full_tensor(tensor).clone()
     tensor = tensor.detach()

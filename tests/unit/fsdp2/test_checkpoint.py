@@ -20,15 +20,17 @@ from tests.functional.doc_commands import blocks
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import (
     MATRICES,
+    Model,
     config,
+    cut,
     eager,
     far,
+    is_in_units,
     is_managed,
     make_model,
     named,
     set_gradients,
     shard,
-    state,
     train,
     weights,
     whole,
@@ -43,7 +45,9 @@ VARIANTS = ALL_VARIANTS | {
 
 def variants_of(layout):
     # of the last two, the noise of rounding and what is drawn follow from the count of steps
-    further = () if is_managed(layout) else ("adamuon", "int8", "fp8", "bf16 momentum", "psgd_pro")
+    further = ("adamuon", "int8", "fp8", "bf16 momentum", "psgd_pro")
+    if is_managed(layout) or is_in_units(layout):
+        further = ("adamw",)
     return ("muon", "normuon", "soap", *further)
 
 
@@ -100,6 +104,7 @@ SAVED = {
     "torch": ("fsdp", 4),
     "megatron": ("optim_grads_params", 2),
     "megatron's replicas": ("optim_grads_params x 2", 4),
+    "megatron's units": ("one unit", 3),
 }
 
 
@@ -108,7 +113,7 @@ def saved(tmp_path_factory):
     @functools.cache
     def once(framework: str) -> tuple[str, Any]:
         layout, world = SAVED[framework]
-        folder, cpu = str(tmp_path_factory.mktemp(framework)), is_managed(layout)
+        folder, cpu = str(tmp_path_factory.mktemp(framework)), framework != "torch"
         return folder, run_ranks(world, save, folder, layout, cpu=cpu, timeout=120)
 
     return once
@@ -122,6 +127,8 @@ def saved(tmp_path_factory):
         ("megatron", "optim", 2),
         pytest.param("megatron", "optim_grads_params x 2", 4, marks=pytest.mark.long),
         ("megatron's replicas", "no_shard", 2),
+        ("megatron's units", "units", 2),
+        pytest.param("megatron's units", "units x 2", 4, marks=pytest.mark.long),
     ],
 )
 def test_state_loads_bit_equal_at_other_layouts(saved, framework, layout, world):
@@ -130,7 +137,7 @@ def test_state_loads_bit_equal_at_other_layouts(saved, framework, layout, world)
     if layout == "plain":
         loaded = [load(folder, "plain", trained)]
     else:
-        cpu = is_managed(layout)
+        cpu = framework != "torch"
         loaded = run_ranks(world, load, folder, layout, trained, cpu=cpu, timeout=120)
     # all ranks have saved the same, too
     for results in loaded + by_rank:
@@ -142,7 +149,7 @@ def test_state_loads_bit_equal_at_other_layouts(saved, framework, layout, world)
                 assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), (name, key)
             assert far(after, then)[0] < 2e-6, name
     keys = by_rank[0]["soap"][0].keys()
-    prefix = "" if framework == "torch" else "module."
+    prefix = "module." if is_managed(SAVED[framework][0]) else ""
     state = ("up.weight.gate/L", "up.weight.up/Q_R", "down.weight.exp_avg_sq")
     assert {prefix + key for key in state} <= keys
 
@@ -221,11 +228,13 @@ def torch_muon():
 
 
 def imported(layout, state_dict, params):
-    model = make_model(layout)
+    model = Model()
     model.experts.weight.requires_grad_(False)
+    model = cut(model, layout, "up")
     optimizer = build_optimizer(model, config())
     import_torch_muon(optimizer, state_dict, params)
-    return state(model, optimizer)
+    state = whole_state(model, optimizer)
+    return {name.removeprefix("module."): value for name, value in state.items()}
 
 
 def test_momenta_of_torchs_muon_are_imported():
@@ -234,6 +243,8 @@ def test_momenta_of_torchs_muon_are_imported():
     momenta = {name: by_number["state"][i] for i, name in enumerate(NO_STACKS)}
     by_name = {"state": momenta, "param_groups": [group]}
     found = run_ranks(4, imported, "fsdp", by_number, NO_STACKS, cpu=False)
+    for layout in ("units", "optim_grads_params"):
+        found += run_ranks(2, imported, layout, by_number, NO_STACKS)
     for results in [*found, imported("plain", by_name, None)]:
         for name in NO_STACKS:
             expected = momenta[name]["momentum_buffer"]

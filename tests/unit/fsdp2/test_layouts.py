@@ -11,7 +11,6 @@ from tests.unit.fsdp2.model import (
     STEPS,
     config,
     far,
-    is_managed,
     make_model,
     set_gradients,
     trained,
@@ -33,10 +32,11 @@ VARIANTS = {
     "psgd_pro": config("psgd_pro"),
 }
 MAIN = list(VARIANTS)[:5]
+UNITS = ["muon", "normuon", "soap", "adamw"]
 
 # what one start of the ranks does: layouts with their optimizers
 CELLS = {
-    "fsdp, 2": {"fsdp": VARIANTS},
+    "torch, 2": {"fsdp": VARIANTS},
     "torch, 4": {"fsdp": MAIN, "hsdp": MAIN, "tp": MAIN},
     "megatron, 2": {
         "optim": ["muon"],
@@ -49,8 +49,11 @@ CELLS = {
         "optim x 2": ["muon"],
         "optim_grads_params x 2": ["bf16 momentum", "soap"],
     },
+    "megatron's units, 2": {"one unit": VARIANTS, "units": VARIANTS},
+    "megatron's units, 3": {"one unit": MAIN, "units": UNITS},
+    "megatron's units, 4": {"one unit x 2": ["muon"], "units x 2": UNITS},
 }
-USUAL = ("torch, 4", "megatron's replicas, 4")
+USUAL = ("torch, 4", "megatron's replicas, 4", "megatron's units, 3", "megatron's units, 4")
 """Each framework once, and what it replicates; the others belong to the long tier."""
 
 
@@ -72,8 +75,8 @@ def unsharded():
 )
 def test_shards_equal_one_process(cells, unsharded):
     start = weights(make_model())
-    managed, world = is_managed(next(iter(CELLS[cells]))), int(cells[-1])
-    for results in run_ranks(world, train_all, cells, cpu=managed, timeout=280):
+    cpu, world = not cells.startswith("torch"), int(cells[-1])
+    for results in run_ranks(world, train_all, cells, cpu=cpu, timeout=280):
         for (layout, name), result in results.items():
             # owners may batch other matrices together, and batches may round differently
             assert far(result, unsharded[name])[0] < 2e-6, (layout, name)

@@ -9,7 +9,7 @@ from tests.harness.flips import KINDS, PLACES, Flip, flipping
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import config, eager, far, make_model, set_gradients, weights
 
-CELLS = {"fsdp": 4, "optim_grads_params": 3, "hsdp": 4, "tp": 4}
+CELLS = {"fsdp": 4, "optim_grads_params": 3, "hsdp": 4, "tp": 4, "one unit": 3}
 
 
 @eager

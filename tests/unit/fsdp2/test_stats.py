@@ -26,8 +26,10 @@ def test_statistics_are_those_of_whole_weights():
     assert first != second == unmeasured
     names = {name.partition("/")[2] for name in second if name.startswith("TensorParallelMuon/")}
     assert {"learning-rate", "weight-rms", "update-rms", "orthogonality-residual"} <= names
-    for ranks, layout in ((2, "fsdp"), (4, "hsdp"), (2, "optim_grads_params")):
-        for _, _, found, _ in run_ranks(ranks, measured, layout, cpu="optim" in layout):
+    for ranks, layout in ((2, "fsdp"), (4, "hsdp"), (2, "optim_grads_params"), (2, "units")):
+        for _, _, found, _ in run_ranks(
+            ranks, measured, layout, cpu=layout not in ("fsdp", "hsdp")
+        ):
             for name, value in second.items():
                 if "exchange" not in name and not name.endswith("seconds"):
                     assert found[name] == pytest.approx(value, rel=1e-4), (layout, name)

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import config, cut, is_managed, named
+from tests.unit.fsdp2.model import config, cut, is_in_units, is_managed, named
 
 
 class Network(nn.Module):
@@ -71,12 +71,14 @@ CASES = [
     ("optim_grads", {}, 1e-4),
     ("optim_grads_params", {}, 1e-4),
     ("no_shard", {}, 1e-4),
+    ("one unit", {}, 1e-4),
+    ("units", {}, 1e-4),
 ]
 
 
 @pytest.mark.parametrize(("layout", "options", "tolerance"), CASES)
 def test_training_sharded_is_training_unsharded(layout, options, tolerance):
-    managed = is_managed(layout)
+    managed = is_managed(layout) or is_in_units(layout)
     options = {**options, "tied": not managed}
     alone = trained(tied=not managed)
     assert alone[-1, 0] < 0.9 * alone[0, 0]

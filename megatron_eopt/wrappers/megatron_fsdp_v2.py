@@ -1,0 +1,94 @@
+"""Support for Megatron-FSDP's second version; see :mod:`megatron_eopt.storage.units`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.upstream import require_upstream
+from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
+from megatron_eopt.storage.interface import MainShard
+from megatron_eopt.storage.local_tensors import local_of
+from megatron_eopt.storage.units import units
+from megatron_eopt.wrappers.builders import OptimizerBuildContext
+from megatron_eopt.wrappers.chain import OptimizerChain
+from megatron_eopt.wrappers.dtensors import (
+    Float32Shards,
+    build_routed,
+    chain_over,
+    check_parameters,
+    state_exists,
+)
+
+
+class UnitsOptimizer(DTensorOptimizer):
+    """Steps the units of a model; works with and without ``fully_shard_optimizer``."""
+
+    def _step(self) -> None:
+        super()._step()
+        self.compute_with_main_weights()
+
+    def compute_with_main_weights(self) -> None:
+        """Copy main weights to the weights that the model computes with."""
+        for unit in units(self.names):
+            unit.sync_model_weight_from_main_weight()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and state for torch's distributed checkpoints; collective."""
+        prepared = require_upstream("preprocess_state_dict_for_uneven_dtensor")
+        state: dict[str, Any] = prepared(super().state_dict())
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load groups and state, and update the weights that the model computes with.
+
+        Raises:
+            ConfigurationError: If state of a parameter is missing.
+        """
+        super().load_state_dict(state_dict)
+        self.compute_with_main_weights()
+
+
+# Megatron's training loop, from megatron-core 0.20 on
+
+
+def build_units(context: OptimizerBuildContext) -> OptimizerChain | None:
+    """Return the chain for a model in units; one optimizer steps them all; collective."""
+    if not units(context.routing.names):
+        return None
+    check_parameters([route.parameter for route in context.routing.routes])
+    for param in context.routing.names:
+        # megatron-core then takes this rank's part of a gradient for norms and counts of zeros
+        vars(param)["__fsdp_param__"] = True
+    inner = build_routed(context.settings, context.routing, UnitsOptimizer)
+    storage = UnitShards(inner, context.settings.config, state_exists)
+    # experts are on some of these ranks, others on the others, so each element counts once
+    storage.count_in(context.collection.dp_cp, context.collection)
+    return chain_over(storage, context, UnitsChain)
+
+
+class UnitShards(Float32Shards):
+    """Steps the main weights of units, which are the model's parameters."""
+
+    def gradient_of(self, item: MainShard) -> Tensor | None:
+        """Return this rank's part of a gradient, which counts in the norm."""
+        grad: Tensor | None = local_of(item.main.grad)
+        return grad
+
+    def gather_params(self, *, now: bool = False) -> None:
+        """With ``now``, let the model compute with loaded weights; each step does so itself."""
+        if now:
+            self.optimizer.compute_with_main_weights()
+
+
+class UnitsChain(OptimizerChain):
+    """A chain over units."""
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Mapping[str, Any], is_loading: bool = False, **kwargs: Any
+    ) -> Any:
+        """Raise a ConfigurationError: megatron-core has no checkpoint format for units."""
+        rule = "saves no optimizer state in Megatron's trainer"
+        hint = "Train with --no-save-optim, or with --megatron-fsdp-version 1"
+        raise ConfigurationError("megatron_fsdp_version", 2, rule, hint)
