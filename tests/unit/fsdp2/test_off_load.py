@@ -110,6 +110,7 @@ def megatrons(managed: bool) -> Loop:
 LOOPS = {
     "own loop, FSDP2": partial(own, "fsdp"),
     "own loop, Megatron-FSDP": partial(own, "optim_grads_params"),
+    "own loop, units of Megatron-FSDP": partial(own, "units"),
     "Megatron's loop, FSDP2": partial(megatrons, managed=False),
     "Megatron's loop, Megatron-FSDP": partial(megatrons, managed=True),
 }
