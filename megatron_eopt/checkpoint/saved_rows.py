@@ -111,7 +111,7 @@ class SavedRows:
         elif grid.pieces == 1:
             count = grid.rows
         else:
-            count = self._vocabulary or rows.count
+            count = self._vocabulary or self._rows_of_state(key) or rows.count
         share, odd = divmod(count, grid.slabs * len(rows.parts))
         slab, has_padding = grid.rows // grid.slabs, grid.pieces > 1
         lacking = slab - share * len(rows.parts)
@@ -120,6 +120,11 @@ class SavedRows:
         if count != rows.count:
             self.changes[count, rows.count] = None
         return count
+
+    def _rows_of_state(self, key: str) -> int | None:
+        """Return the rows of a weight's optimizer state, which is saved without padding."""
+        found = (n for n in self._shapes if split_key(n) and n.endswith(f".{key}"))
+        return next((shape[0] for name in found if (shape := self._shapes[name])), None)
 
 
 def _unknown(key: str) -> CheckpointError:

@@ -18,6 +18,7 @@ MODEL = {**DENSE, "layers": 1, "bias": False, "dtype": torch.bfloat16}
 EXACT = {"muon_fp32_matmul_prec": "highest"}
 CASES = [Case("muon", MODEL, config=EXACT), Case("soap", MODEL), Case("adam", MODEL)]
 WORDS = ["linear_"]
+LONG = pytest.mark.long
 MODES: dict[str, dict[str, Any]] = {
     "gathered": {"fp8_param_gather": True},
     "in gradient buffers": {
@@ -90,7 +91,11 @@ def mains_of(chunk: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("world", "parallel"), [(2, {}), (2, {"tp": 2})], ids=["dp", "tp"])
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [(2, {}), (2, {"tp": 2}), (2, {"gtp": 2}), pytest.param(4, {"gtp": 2, "tp": 2}, marks=LONG)],
+    ids=["dp", "tp", "gtp", "gtp, tp"],
+)
 def test_weights_are_quantized_main_weights(tmp_path, mode, world, parallel):
     cases = [replace(quantized(case, mode), parallel=parallel) for case in CASES]
     expected = run_ranks(1, mains, CASES)[0]
