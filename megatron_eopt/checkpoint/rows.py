@@ -61,7 +61,8 @@ class LocalRows:
         begin = self.piece * self.grid.height
         end = min(begin + self.grid.height, share * len(self.parts))
         which, within = np.divmod(np.arange(begin, end), share)
-        return which * section + self.slab * share + within
+        found: Int64Array = which * section + self.slab * share + within
+        return found
 
     def found_in(self, grid: RowGrid, count: int, data: Tensor) -> list[ShardedTensor]:
         """Return runs of the rows as parts of tensors that are cut like ``grid``.

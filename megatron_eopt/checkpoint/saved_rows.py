@@ -106,12 +106,10 @@ class SavedRows:
     def _count(self, rows: LocalRows, grid: RowGrid) -> int:
         """Return the number of a weight's rows in the checkpoint, without padding."""
         key = rows.parts[0].key
-        if not _has(key, _VOCABULARY):
-            count = rows.count
-        elif grid.pieces == 1:
-            count = grid.rows
-        else:
-            count = self._vocabulary or self._rows_of_state(key) or rows.count
+        count: int = rows.count
+        if _has(key, _VOCABULARY):
+            saved = self._vocabulary or self._rows_of_state(key)
+            count = grid.rows if grid.pieces == 1 else saved or count
         share, odd = divmod(count, grid.slabs * len(rows.parts))
         slab, has_padding = grid.rows // grid.slabs, grid.pieces > 1
         lacking = slab - share * len(rows.parts)
