@@ -94,7 +94,9 @@ class SavedRows:
         if self._in_order or (sections == 1 and height == rows.count):
             is_in_order = sections == 1 and height == rows.grid.rows
             return None if rows.grid.pieces == 1 or is_in_order else RowGrid(1, 1, height)
-        slabs = self._slabs[_is_of_experts(key)] if cut_dimension(param) == 0 else 1
+        # tensor parallelism always cuts the rows of gate and up
+        is_cut = sections > 1 or cut_dimension(param) == 0
+        slabs = self._slabs[_is_of_experts(key)] if is_cut else 1
         pieces, odd = divmod(self._cuts[key][rows.axis], rows.per_key * slabs)
         if rows.grid.pieces == 1 and (odd or pieces == 1):
             return None
