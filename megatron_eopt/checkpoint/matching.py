@@ -27,7 +27,9 @@ from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.checkpoint.bucket_order import boxes_by_order
 from megatron_eopt.checkpoint.buckets import SavedBuckets, read_buckets
 from megatron_eopt.checkpoint.contents import Contents, Shapes
+from megatron_eopt.checkpoint.keys import split_key
 from megatron_eopt.checkpoint.requests import StateRequests
+from megatron_eopt.checkpoint.saved_rows import SavedRows
 from megatron_eopt.checkpoint.vocabulary import fill_new_rows
 from megatron_eopt.optimizers.continuation import Policy, log_notes
 from megatron_eopt.optimizers.saved_groups import Groups, groups_in
@@ -42,7 +44,7 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
     tensors.
     """
     requests = list(_requests(sharded_state_dict))
-    shapes, groups, buckets = from_rank_0(lambda: _content(folder))
+    shapes, groups, buckets, rows = from_rank_0(lambda: _content(folder))
     contents = Contents(shapes)
     if contents.in_buckets and not contents.names_buckets:
         mine = raise_together(lambda: [item.order() for item in requests if item.order])
@@ -56,16 +58,18 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
     )
     # a parameter may be on some ranks only
     log_notes(gather_unique(notes))
+    raise_together(lambda: rows.find(sharded_state_dict))
     # last, because it replaces entries of the requests by factories
-    fill_new_rows(sharded_state_dict, shapes)
+    fill_new_rows(sharded_state_dict, shapes, rows.changes)
 
 
-def _content(folder: Path) -> tuple[Shapes, Groups, SavedBuckets]:
-    """Return the shapes of a checkpoint's tensors, its parameter groups and its buckets."""
+def _content(folder: Path) -> tuple[Shapes, Groups, SavedBuckets, SavedRows]:
+    """Return a checkpoint's shapes of tensors, parameter groups, buckets, and places of rows."""
     try:
         # the reader that megatron-core uses for the load
         metadata = require_upstream("FileSystemReader")(folder).read_metadata()
-        groups = groups_in(load_common_state_dict(folder))
+        common = load_common_state_dict(folder)
+        groups = groups_in(common)
     except Exception as error:
         rule = f"its metadata cannot be read ({type(error).__name__}: {error})"
         hint = "Load another iteration with --ckpt-step, or restore the folder"
@@ -74,7 +78,15 @@ def _content(folder: Path) -> tuple[Shapes, Groups, SavedBuckets]:
         key: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
         for key, item in metadata.state_dict_metadata.items()
     }
-    return shapes, groups, read_buckets(folder, metadata)
+    cuts = {
+        key: tuple(
+            len(set(places)) for places in zip(*(c.offsets for c in item.chunks), strict=True)
+        )
+        for key, item in metadata.state_dict_metadata.items()
+        if isinstance(item, TensorStorageMetadata) and split_key(key) is None
+    }
+    rows = SavedRows(shapes, cuts, getattr(common.get("args"), "padded_vocab_size", None))
+    return shapes, groups, read_buckets(folder, metadata), rows
 
 
 def _requests(state: Any) -> Iterator[StateRequests]:

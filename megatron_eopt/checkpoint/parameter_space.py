@@ -9,10 +9,8 @@ it needs, and checkpoints do not depend on the layout of the run.
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -21,8 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.place import row_cut, whole_shape
+from megatron_eopt.base.place import row_cut
 from megatron_eopt.checkpoint.keys import state_key, tensors, unstacked_key
+from megatron_eopt.checkpoint.rows import LocalRows, RowGrid, param_of, with_plain_data
 
 type _Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -110,13 +109,15 @@ def parameter_spaces(
     parts: dict[int, list[tuple[str, ShardedTensor]]] = {}
     for item in nested_values(model_state):
         if isinstance(item, ShardedTensorFactory):
-            built = _with_plain_data(item).build()
-            parts[id(_owner(item.data))] = [(item.key, part) for part in tensors({"built": built})]
+            built = with_plain_data(item).build()
+            parts[id(param_of(item.data))] = [
+                (item.key, part) for part in tensors({"built": built})
+            ]
         elif isinstance(item, ShardedTensor) and item.data is not None:
-            entry = _with_plain_data(item)
+            entry = with_plain_data(item)
             # a view also belongs to its base tensor
             bases = [item.data._base] if item.data._is_view() else []
-            for owner in (_owner(item.data), *bases):
+            for owner in (param_of(item.data), *bases):
                 parts.setdefault(id(owner), []).append((item.key, entry))
     spaces = {}
     for param in params:
@@ -135,7 +136,7 @@ def parameter_spaces(
             )
         key, pieces = found[0][0], [piece for _, piece in found]
         stored = held
-        # an 8-bit weight is represented by a tensor without memory, see ``_with_plain_data``
+        # an 8-bit weight is represented by a tensor without memory, see ``with_plain_data``
         if is_float8tensor(held):
             stored = pieces[0].data if pieces[0].data._base is None else pieces[0].data._base
         if sum(piece.data.numel() for piece in pieces) != held.numel() or not all(
@@ -151,69 +152,12 @@ def parameter_spaces(
                 "Save without optimizer state (--no-save-optim)",
             )
         if row_cut(held).size > 1:
-            pieces = _rows_without_padding(held, stored, pieces)
+            rows = LocalRows(held, pieces)
+            # as if nothing had been cut
+            uncut = RowGrid(1, 1, rows.count)
+            pieces = rows.found_in(uncut, rows.count, stored.detach())
         spaces[param] = ParameterSpace(key, stored, pieces)
     return spaces
-
-
-def _with_plain_data[T: (ShardedTensor, ShardedTensorFactory)](item: T) -> T:
-    """Return an entry with data without memory if it is an 8-bit weight, which has no views.
-
-    Only shapes and strides of the model's entries matter for state.
-    """
-    if not is_float8tensor(item.data):
-        return item
-    return replace(item, data=_unquantized(item.data))
-
-
-def _unquantized(tensor: Tensor) -> Tensor:
-    """Return a tensor without memory in the place of an 8-bit weight, and any other unchanged."""
-    if not is_float8tensor(tensor):
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _owner(data: Tensor) -> Tensor:
-    """Return the parameter that an entry's data belongs to."""
-    owner: Tensor = getattr(data, "_gtp_dequant_src", data)
-    return owner
-
-
-def _rows_without_padding(
-    held: Tensor, stored: Tensor, pieces: Sequence[ShardedTensor]
-) -> list[ShardedTensor]:
-    """Return the entries of rows that weight rematerialization has cut, at their true offsets.
-
-    megatron-core counts padding rows, and halves gate and up as if each rank had a part of both.
-    """
-    first, axis, height = pieces[0], pieces[0].prepend_axis_num, held.shape[0]
-    per_key = sum(piece.key == first.key for piece in pieces)
-    # megatron-core numbers pieces as if all ranks' rows were one after another in the tensor
-    number, cuts = first.global_offset[axis] // first.local_shape[0], row_cut(held).size
-    slab, cut_number = divmod(number, cuts)
-    slabs = first.axis_fragmentations[axis] // (cuts * per_key)
-    section = whole_shape(held)[0] // len(pieces)  # rows of the slab in each entry
-    begin = cut_number * height
-    found: list[ShardedTensor] = []
-    for index, piece in enumerate(pieces):
-        low = max(begin, index * section)
-        high = min(begin + height, (index + 1) * section)
-        if low < high or (index + 1 == len(pieces) and not found):
-            data = stored.detach()[low - begin : max(low, high) - begin]
-            row = (index % per_key * slabs + slab) * section + low - index * section
-            whole, offset = list(piece.global_shape), list(piece.global_offset)
-            whole[axis], offset[axis] = section * slabs * per_key, row
-            found.append(
-                replace(
-                    piece,
-                    data=data,
-                    local_shape=tuple(data.shape),
-                    global_shape=tuple(whole),
-                    global_offset=tuple(offset),
-                    axis_fragmentations=None,
-                )
-            )
-    return found
 
 
 def cut(sizes: Sequence[int], strides: Sequence[int], start: int, stop: int) -> Iterator[_Cut]:

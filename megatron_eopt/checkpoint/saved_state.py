@@ -214,8 +214,7 @@ class StateValue:
     def apart_from_model(self) -> "StateValue":
         """Return this value with memory of its own to read into, if it is a weight of the model.
 
-        The model's state is read into that weight, maybe with rows in another order: megatron-core
-        saves gate and up as if weight rematerialization had not cut them.
+        The model's state is read into that weight, too, and may have been rounded to 16 bits.
         """
         item = self.where.stored
         if self.kind not in MAINS or item is None:

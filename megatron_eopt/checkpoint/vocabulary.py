@@ -9,7 +9,7 @@ padding.
 import functools
 import logging
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from megatron_eopt.checkpoint.unfinished import TRACKER, complete_folder, folder
 
 logger = logging.getLogger(__name__)
 
-type _Change = tuple[int, int]
+type Change = tuple[int, int]
 """Rows in the checkpoint, and in this run."""
 
 
@@ -74,7 +74,7 @@ def _saved_args(folder: str, args: Any) -> Any:
         return None
 
 
-def fill_new_rows(state: Any, shapes: Shapes) -> None:
+def fill_new_rows(state: Any, shapes: Shapes, known: Iterable[Change] = ()) -> None:
     """Let new rows of vocabularies be loaded as copies of the checkpoint's last row; collective.
 
     That row usually is padding. This holds for weights, main weights and optimizer state.
@@ -82,8 +82,9 @@ def fill_new_rows(state: Any, shapes: Shapes) -> None:
     Args:
         state: What ``dist_checkpointing`` is going to load; changed in place.
         shapes: Global shapes of the checkpoint's tensors.
+        known: Changes of entries that are adapted already.
     """
-    changes: dict[_Change, None] = {}
+    changes: dict[Change, None] = dict.fromkeys(known)
 
     def adapted(item: Any) -> Any:
         # megatron-core sets this on tensors with a row for each token only

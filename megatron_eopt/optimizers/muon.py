@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -24,7 +25,7 @@ from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
 from megatron_eopt.optimizers.muon_rule import WEIGHT_DECAY_METHODS, MuonRule, WeightDecayT
 from megatron_eopt.optimizers.update_rule import loss_of
 from megatron_eopt.optimizers.windows import WindowedMuonRule
-from megatron_eopt.storage.shard import Shard, group_by_ranks
+from megatron_eopt.storage.shard import Ranks, Shard, group_by_ranks
 from megatron_eopt.storage.slabs import SlabRanks, partition_dim_and_group, row_group, slab
 
 _ARGUMENTS = {
@@ -34,6 +35,16 @@ _ARGUMENTS = {
     "eps": "ns_eps",
 }
 """Arguments of Muon, by their names in ``Orthogonalization``."""
+
+_OF_ROWS = (
+    "is_gtp_weight_remat",
+    "gtp_remat_size",
+    "pad_length",
+    "group",
+    "allreduce",
+    "expert_tp",
+)
+"""Attributes of a parameter that say how weight rematerialization has cut its rows."""
 
 
 class TensorParallelMuon(OrthogonalizedOptimizer):
@@ -138,6 +149,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         check_choice("weight_decay_method", method, WEIGHT_DECAY_METHODS)
         if momentum_dtype != "fp32":
             self._refuse_own_way("momentum_dtype", momentum_dtype)
+        self._refuse_uncalled("scaled_orthogonalize_fn_with_gtp_remat", "orthogonalize")
         with naming(_ARGUMENTS):
             self.orthogonalization = Orthogonalization(
                 coefficient_type,
@@ -177,6 +189,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             rule = f"does not work with {name}, which overrides how parameters are updated"
             hint = "Leave it out, or do not override methods that a step calls"
             raise ConfigurationError(argument, value, rule, hint)
+
+    def _refuse_uncalled(self, name: str, caller: str) -> None:
+        """Raise a ConfigurationError if a subclass overrides a method that only upstream calls."""
+        changed = [n for n in (name, caller) if not _is_same(type(self), n)]
+        if changed == [name]:
+            rule = f"is overridden by {type(self).__name__}, but no step calls it"
+            raise ConfigurationError(name, "overridden", rule, f"Call it from your own {caller}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -247,12 +266,48 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """
         self.plan()
         if p not in self._alone:
-            shard = self.shard("parameter", p)
-            engine_config = replace(self._engine_config, device=p.device)
-            update = functools.partial(self._orthogonalize_stack, transposed=shard.split.transposed)
-            self._alone[p] = MatrixEngine([shard], update, engine_config)
-        with torch.no_grad():
-            return self._alone[p].updates([grad])[0].to(grad.dtype)
+            self._alone[p] = self._engine_alone(self.shard("parameter", p), self.tp_mode, p.device)
+        return self._alone[p].updates([grad.detach()])[0].to(grad.dtype)
+
+    def scaled_orthogonalize_fn_with_gtp_remat(
+        self,
+        p: Tensor,
+        grad: Tensor,
+        tp_group: dist.ProcessGroup | None,
+        partition_dim: int | None,
+    ) -> Tensor:
+        """Return the scaled update of one matrix, as megatron-core's method; collective.
+
+        Unlike :meth:`orthogonalize`, it takes this rank's part of a single matrix, such as that of
+        the queries in a fused weight, and is told how tensor parallelism has cut it.
+
+        Args:
+            p: The parameter, whose attributes say how weight rematerialization has cut its rows.
+            grad: The direction to orthogonalize.
+            tp_group: The ranks that tensor parallelism has cut it over.
+            partition_dim: The dimension in which it has; None if it has not.
+        """
+        part = grad.detach()
+        for name in _OF_ROWS:
+            if hasattr(p, name):
+                setattr(part, name, getattr(p, name))
+        rows = row_group(part, self.pg_collection, self.tp_mode)
+        mode = self.tp_mode
+        if mode == "blockwise" and rows is not None:
+            partition_dim = None  # this rank's rows are a matrix
+        elif mode == "blockwise":
+            mode = "duplicated"  # the caller names a dimension, so the matrix is not this rank's
+        if Ranks.of(tp_group).group is None or partition_dim is None:
+            tp_group, partition_dim = None, -1
+        cut = partition_dim, tp_group
+        shard = slab("matrix", part, lambda _, shape: whole(shape), cut, rows, self._slab_ranks)
+        return self._engine_alone(shard, mode, grad.device).updates([part])[0].to(grad.dtype)
+
+    def _engine_alone(self, shard: Shard, mode: TpModeT, device: torch.device) -> MatrixEngine:
+        """Return what computes a single parameter."""
+        engine_config = replace(self._engine_config, mode=mode, device=device)
+        update = functools.partial(self._orthogonalize_stack, transposed=shard.split.transposed)
+        return MatrixEngine([shard], update, engine_config)
 
     def split_of(self, param: Tensor, shape: tuple[int, ...], name: str = "") -> Split:
         """Return the logical matrices of a parameter.
@@ -316,7 +371,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """Whether no method that a subclass overrides needs whole parameters."""
         hooks = ("pre_weight_update_fn_inplace", "post_weight_update_fn_inplace")
         own = ("step", "orthogonalize", "_init_group", *hooks)
-        return all(_unhooked(cls, name) is _unhooked(TensorParallelMuon, name) for name in own)
+        return all(_is_same(cls, name) for name in own)
 
     def update_rule_over(self, shards: Sequence[Shard], engine_config: EngineConfig) -> MuonRule:
         """Return an update rule for other shards with this optimizer's settings.
@@ -370,10 +425,19 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         else:
             super()._init_group(group, skip_non_grad_params)
 
-    def _orthogonalize_whole(self, matrix: Tensor) -> Tensor:
-        """Return the update of one whole matrix, for subclasses that update whole parameters."""
-        scales = self.orthogonalization.scales((matrix.shape[0], matrix.shape[1]))
-        return self.orthogonalization(matrix.detach(), scale=scales)
+    def _orthogonalize_whole(
+        self,
+        grad: Tensor,
+        tp_group: dist.ProcessGroup | None = None,
+        partition_dim: int | None = None,
+    ) -> Tensor:
+        """Return the update of one matrix, for subclasses that update whole parameters."""
+        if partition_dim is not None:
+            # a tensor without attributes has all its rows here
+            part = grad.detach()
+            return self.scaled_orthogonalize_fn_with_gtp_remat(part, part, tp_group, partition_dim)
+        scales = self.orthogonalization.scales((grad.shape[0], grad.shape[1]))
+        return self.orthogonalization(grad.detach(), scale=scales)
 
 
 def declared_split(optimizer: Any, param: Tensor, shape: tuple[int, ...], name: str = "") -> Split:
@@ -401,6 +465,11 @@ def declared_split(optimizer: Any, param: Tensor, shape: tuple[int, ...], name: 
 
 def _is_qkv(param: Tensor) -> bool:
     return bool(getattr(param, "is_qkv", False))
+
+
+def _is_same(cls: type, name: str) -> bool:
+    """Return whether a subclass of TensorParallelMuon does not override a method."""
+    return _unhooked(cls, name) is _unhooked(TensorParallelMuon, name)
 
 
 def _unhooked(cls: type, name: str) -> Any:

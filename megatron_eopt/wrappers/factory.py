@@ -55,6 +55,9 @@ _numbers = itertools.count()
 _owners = WeakIdKeyDictionary()  # parameter -> number of the optimizer that owns it
 _optimizers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
+_OF_PARTS = ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat")
+"""Groups whose ranks have parts of a weight."""
+
 _said: set[str] = set()
 """Warnings that this process has logged."""
 
@@ -131,7 +134,8 @@ def get_megatron_optimizer(
     optimizer = raise_together(lambda: next(chains))
     emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
     arguments = {n: arguments_of(n, settings, model_chunks, context.collection) for n in emerging}
-    log_differences(settings, arguments, get_pg_size(getattr(context.collection, "tp", None)))
+    groups = (getattr(context.collection, name, None) for name in _OF_PARTS)
+    log_differences(settings, arguments, is_cut=any(get_pg_size(group) > 1 for group in groups))
     _take_over(optimizer, routing.names)
     if folder is not None:
         with megatron_fsdp.whole_parameters(model_chunks):
@@ -239,21 +243,25 @@ for _builder in (
 def log_differences(
     settings: Settings,
     arguments: Mapping[str, Mapping[str, Any]],
-    tensor_parallel_size: int = 1,
+    *,
+    is_cut: bool = False,
 ) -> None:
     """Warn once, on one rank, if this configuration trains in a way that users may not expect.
 
-    ``arguments`` are the constructor arguments of each emerging optimizer.
+    Args:
+        settings: The configuration.
+        arguments: The constructor arguments of each emerging optimizer.
+        is_cut: Whether ranks may have parts of a matrix, without data parallelism.
     """
     for name, own in arguments.items():
-        for sentence in _warnings(name, settings, own, tensor_parallel_size):
+        for sentence in _warnings(name, settings, own, is_cut):
             if sentence not in _said:
                 _said.add(sentence)
                 log_single_rank(logger, logging.WARNING, sentence)
 
 
 def _warnings(
-    optimizer: str, settings: Settings, arguments: Mapping[str, Any], tensor_parallel_size: int
+    optimizer: str, settings: Settings, arguments: Mapping[str, Any], is_cut: bool
 ) -> Iterator[str]:
     scale = arguments.get("scale_mode")
     if arguments.get("moment2_method") == "adamuon" and scale in ("spectral", "adamw_rms"):
@@ -299,17 +307,17 @@ def _warnings(
             f"muon_tp_mode={mode!r} has no effect with the distributed optimizer, which always "
             "computes as 'exchange' does: each matrix on one rank or a few, with the same update."
         )
-    if tensor_parallel_size == 1:
+    if not is_cut:
         return
     if mode == "blockwise":
         yield (
-            "muon_tp_mode='blockwise' orthogonalizes each tensor-parallel shard separately, so "
+            "muon_tp_mode='blockwise' orthogonalizes each rank's part of a matrix separately, so "
             "the result depends on the number of ranks. With 'duplicated' or 'auto' it does not."
         )
     replicated = settings.storage == "replicated" and state_layout_of(optimizer) != "element_wise"
     if "tp_mode" not in arguments and replicated:
         yield (
-            f"optimizer={optimizer!r} updates each tensor-parallel shard of a matrix separately, "
+            f"optimizer={optimizer!r} updates each rank's part of a matrix separately, "
             "so the result depends on the number of ranks. Set use_distributed_optimizer=True to "
             "update whole matrices."
         )

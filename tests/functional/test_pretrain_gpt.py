@@ -26,11 +26,11 @@ def rates(output):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("storage", [[], ["--use-distributed-optimizer"]], ids=len)
+@pytest.mark.parametrize("storage", [["--bf16"], ["--bf16", "--use-distributed-optimizer"], []])
 def test_rows_are_cut_once_more_from_one_run_to_the_next(tmp_path, storage):
     """Weight rematerialization over two ranks, over none, and over two again."""
     flags = ["--optimizer", "muon", *storage, "--untie-embeddings-and-output-weights"]
-    flags += ["--hidden-dropout", "0", "--attention-dropout", "0", "--bf16"]
+    flags += ["--hidden-dropout", "0", "--attention-dropout", "0", "--swiglu"]
     files = [
         "--save",
         str(tmp_path),

@@ -11,6 +11,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import fp8_utils
+from megatron.core.tensor_parallel.generalized_tensor_parallelism import (
+    _gtp_native_fp8_subclass,
+    is_gtp_param,
+)
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -59,6 +63,9 @@ class QuantizedTensor(Tensor):
         codes = self._data.reshape(-1).view(torch.int8).float()
         scale = self._scale.repeat_interleave(BLOCK)[: len(codes)]
         return (codes * scale / LARGEST).view(self._data.shape).bfloat16()
+
+    # what megatron-core calls if it finds no version of Transformer Engine
+    from_float8 = dequantize
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,6 +120,9 @@ def quantize_weights(model: torch.nn.Module, names: Sequence[str]) -> None:
         if param is not None and param.dim() == 2 and any(word in path for word in names):
             made = torch.nn.Parameter(QuantizedTensor.of(param))
             vars(made).update(vars(param))
+            if is_gtp_param(param):
+                # as megatron-core makes an 8-bit weight whose rows are cut
+                made.__class__ = _gtp_native_fp8_subclass(type(made))
             exact = param.detach().clone()
             made.get_high_precision_init_val = lambda exact=exact: exact
             made.clear_high_precision_init_val = lambda: None

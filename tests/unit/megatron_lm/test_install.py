@@ -74,8 +74,6 @@ def test_public_methods_and_fields_of_replaced_classes_exist():
             "set_bucket_layerwise_params_list", "shard_params",
             "start_param_sync_for_bucket_group_subset",
         },
-        "TensorParallelMuon": {"scaled_orthogonalize_fn_with_gtp_remat"},
-        "TensorParallelAdaptiveMuon": {"scaled_orthogonalize_fn_with_gtp_remat"},
     }  # fmt: skip
 
 

@@ -5,12 +5,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 
-ROWS, COLUMNS, PADDING = 120, 64, 8
-"""With padding, rows are a multiple of every number of pieces."""
+ROWS, COLUMNS = 120, 64
+MODES = ["duplicated", "distributed", "exchange", "auto", "blockwise"]
 
 
 def muon(**settings):
@@ -22,52 +23,101 @@ def whole():
     return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
 
 
-def piece_of(matrix, dim):
+def piece_of(matrix, dim, padding):
     """Return this rank's piece, first of tensor parallelism, and how many of its rows count."""
     if dim != -1:
         part = parallel_state.get_tensor_model_parallel_rank()
         matrix = matrix.chunk(parallel_state.get_tensor_model_parallel_world_size(), dim)[part]
     pieces = parallel_state.get_gtp_weight_remat_world_size()
-    padded = torch.nn.functional.pad(matrix, (0, 0, 0, PADDING))
+    padded = torch.nn.functional.pad(matrix, (0, 0, 0, padding))
     number, height = parallel_state.get_gtp_weight_remat_rank(), len(padded) // pieces
     counted = min(height, max(0, len(matrix) - number * height))
     return padded.chunk(pieces)[number].contiguous(), counted
 
 
-def updates(tp, gtp, dim, modes):
-    """Return, for each mode, how far this rank's update is from the reference, and from zero."""
+def as_megatrons_step(optimizer, param, grad, tp_group, dim):
+    """Call the method that megatron-core's own Muon and its tests call."""
+    named = None if dim == -1 or optimizer.tp_mode == "blockwise" else dim
+    return optimizer.scaled_orthogonalize_fn_with_gtp_remat(param, grad, tp_group, named)
+
+
+def updates(tp, gtp, dim, padding):
+    """Return how far this rank's updates are from the reference, and their padding from zero."""
     initialize_megatron(tp=tp, gtp=gtp)
     collection = ProcessGroupCollection.use_mpu_process_groups()
-    piece, counted = piece_of(whole(), dim)
+    piece, counted = piece_of(whole(), dim, padding)
     param = torch.nn.Parameter(piece.clone())
     # as tests of megatron-core mark it, plus the padding
-    param.is_gtp_weight_remat, param.pad_length = True, PADDING
+    param.is_gtp_weight_remat, param.pad_length = True, padding
     if dim != -1:
         param.partition_dim, param.tensor_model_parallel = dim, True
     found = {}
-    for mode in modes:
-        update = muon(tp_mode=mode, pg_collection=collection).orthogonalize(param, piece)
+    for mode in MODES:
+        optimizer = muon(tp_mode=mode, pg_collection=collection)
         expected = torch.zeros_like(piece)
         if mode != "blockwise":
-            expected = piece_of(_alone(whole()), dim)[0]
+            expected = piece_of(_alone(whole()), dim, padding)[0]
         elif counted:
             expected[:counted] = _alone(piece[:counted])
-        found[mode] = float((update - expected).abs().max()), float(update[counted:].abs().sum())
+        for name, update in (
+            ("step", optimizer.orthogonalize(param, piece)),
+            ("call", as_megatrons_step(optimizer, param, piece, collection.tp, dim)),
+        ):
+            far = float((update - expected).abs().max())
+            found[mode, name] = far, float(update[counted:].abs().sum())
     return found
 
 
 def _alone(matrix):
-    plain = muon()
-    return plain.orthogonalize(torch.nn.Parameter(matrix.clone()), matrix)
+    return muon().scaled_orthogonalize_fn(matrix)
 
 
 @pytest.mark.parametrize(
-    ("tp", "gtp", "dim"), [(1, 4, -1), (2, 2, 0), (2, 2, 1)], ids=["alone", "rows", "columns"]
+    ("tp", "gtp", "dim", "padding"),
+    [
+        pytest.param(1, 4, -1, 8, id="alone"),
+        pytest.param(1, 4, -1, 200, id="padding on three ranks"),
+        pytest.param(2, 2, 0, 4, id="rows"),
+        pytest.param(2, 2, 1, 8, id="columns"),
+        pytest.param(2, 4, 0, 20, id="rows, more pieces", marks=pytest.mark.long),
+        pytest.param(4, 2, 0, 2, id="rows, more slabs", marks=pytest.mark.long),
+        pytest.param(2, 4, 1, 8, id="columns, more pieces", marks=pytest.mark.long),
+        pytest.param(4, 2, 1, 8, id="columns, more slabs", marks=pytest.mark.long),
+    ],
 )
-def test_every_mode_gives_the_rows_of_the_whole_update(tp, gtp, dim):
+def test_every_mode_gives_the_rows_of_the_whole_update(tp, gtp, dim, padding):
     """Blockwise, which changes updates, takes each rank's rows for a matrix."""
-    modes = ["duplicated", "distributed", "exchange", "auto", "blockwise"]
-    for found in run_ranks(4, updates, tp, gtp, dim, modes):
-        for mode, (far, padding) in found.items():
-            assert far < 1e-5, mode
-            assert padding == 0, mode
+    for found in run_ranks(tp * gtp, updates, tp, gtp, dim, padding):
+        for name, (far, beyond) in found.items():
+            assert far < 1e-5, name
+            assert beyond == 0, name
+
+
+def slabs(dim, mode):
+    """Return how far the update of a tensor-parallel slab is from the reference."""
+    initialize_megatron(tp=2)
+    group = ProcessGroupCollection.use_mpu_process_groups().tp
+    mine = whole().chunk(2, dim)[group.rank()]
+    update = muon(tp_mode=mode).scaled_orthogonalize_fn(mine, group, partition_dim=dim)
+    return float((update - _alone(whole()).chunk(2, dim)[group.rank()]).abs().max())
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed", "blockwise"])
+def test_a_slab_has_the_update_of_the_dimension_that_is_named(mode):
+    for dim in (0, 1):
+        assert max(run_ranks(2, slabs, dim, mode)) < 1e-5
+
+
+def test_an_override_that_no_step_calls_is_refused():
+    class Unused(TensorParallelMuon):
+        def scaled_orthogonalize_fn_with_gtp_remat(self, p, grad, tp_group, partition_dim):
+            return grad
+
+    class Used(Unused):
+        def orthogonalize(self, p, grad, **kwargs):
+            return self.scaled_orthogonalize_fn_with_gtp_remat(p, grad, None, None)
+
+    param = torch.nn.Parameter(torch.zeros(2, 2))
+    Used([param])
+    with pytest.raises(ConfigurationError, match="no step calls it"):
+        Unused([param])

@@ -176,13 +176,14 @@ def resume(
     read: Callable[..., Any] = checkpoints.load,
     prepare: Callable[[Any], None] | None = None,
     adjust: Callable[[Any], None] | None = None,
+    make: Callable[..., tuple[Any, Any]] = build,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Load into a model of zeros by our function, with its options, or by megatron-core's.
 
-    ``prepare`` changes the model before its optimizer is built, ``adjust`` the optimizer.
+    ``make`` builds both; ``prepare`` changes the model before that, ``adjust`` the optimizer.
     """
-    chunk, optimizer = build(case, prepare)
+    chunk, optimizer = make(case, prepare)
     if adjust is not None:
         adjust(optimizer)
     for param in chunk.parameters():

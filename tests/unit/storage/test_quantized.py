@@ -12,12 +12,13 @@ from tests.harness.models import wrap_ddp
 from tests.harness.quantized import QuantizedTensor, quantize_weights, quantized_weights
 from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import Case, build, optimizer_over, resume, steps, write
-from tests.unit.storage.runs import DENSE, make_chunk, slab_of
+from tests.unit.storage.runs import DENSE, Slab, make_chunk, slab_of
 
 MODEL = {**DENSE, "layers": 1, "bias": False, "dtype": torch.bfloat16}
 EXACT = {"muon_fp32_matmul_prec": "highest"}
 CASES = [Case("muon", MODEL, config=EXACT), Case("soap", MODEL), Case("adam", MODEL)]
 WORDS = ["linear_"]
+LONG = pytest.mark.long
 MODES: dict[str, dict[str, Any]] = {
     "gathered": {"fp8_param_gather": True},
     "in gradient buffers": {
@@ -34,7 +35,7 @@ def quantized(case: Case, mode: str) -> Case:
     return replace(case, ddp=flags, config=case.config | own)
 
 
-def make(case: Case) -> tuple[Any, Any]:
+def make(case: Case, _: Any = None) -> tuple[Any, Any]:
     def wrap(model: Any, **flags: Any) -> Any:
         quantize_weights(model, WORDS)
         return wrap_ddp(model, **flags)
@@ -51,16 +52,21 @@ def in_8_bits(cases: list[Case], folder: str) -> list[tuple[dict[str, Any], set[
         with quantized_weights(scaled_in_blocks=reuses):
             chunk, optimizer = make(case)
             steps(case, chunk, optimizer, 0, 2)
-            codes = {
-                name: (slab_of(name, param, True), param._data.clone())
-                for name, param in chunk.named_parameters()
-                if isinstance(param, QuantizedTensor)
-            }
+            codes = codes_of(chunk)
             sizes = {buffer.param_data.element_size() for buffer in chunk.buffers}
             write(case, chunk, optimizer, Path(folder, str(number)))
             found.append((codes, sizes))
         forget_megatron()
     return found
+
+
+def codes_of(chunk: Any) -> dict[str, tuple[Slab, torch.Tensor]]:
+    """Return the bytes of each quantized weight, with its place."""
+    return {
+        name: (slab_of(name, param, True), param._data.clone())
+        for name, param in chunk.named_parameters()
+        if isinstance(param, QuantizedTensor)
+    }
 
 
 def mains(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
@@ -90,7 +96,11 @@ def mains_of(chunk: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("world", "parallel"), [(2, {}), (2, {"tp": 2})], ids=["dp", "tp"])
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [(2, {}), (2, {"tp": 2}), (2, {"gtp": 2}), pytest.param(4, {"gtp": 2, "tp": 2}, marks=LONG)],
+    ids=["dp", "tp", "gtp", "gtp, tp"],
+)
 def test_weights_are_quantized_main_weights(tmp_path, mode, world, parallel):
     cases = [replace(quantized(case, mode), parallel=parallel) for case in CASES]
     expected = run_ranks(1, mains, CASES)[0]
@@ -109,3 +119,23 @@ def test_weights_are_quantized_main_weights(tmp_path, mode, world, parallel):
     ):
         for name, value in main.items():
             assert (its[name] - value).norm() <= 2e-6 * value.norm(), (case.optimizer, name)
+
+
+def reloaded(case: Case, folder: str) -> dict[str, Any]:
+    with quantized_weights():
+        return codes_of(resume(case, folder, make=make)[0])
+
+
+def whole(case: Case, folder: str) -> dict[str, torch.Tensor]:
+    return mains_of(*resume(case, folder))
+
+
+@pytest.mark.parametrize(("before", "after"), [({"gtp": 2}, {}), ({"tp": 2}, {"gtp": 2})])
+def test_8_bit_weights_load_at_another_cut_of_their_rows(tmp_path, before, after):
+    case = quantized(CASES[0], "gathered")
+    run_ranks(2, in_8_bits, [replace(case, parallel=before)], str(tmp_path))
+    main = run_ranks(1, whole, CASES[0], str(tmp_path / "0"))[0]
+    for found in run_ranks(2, reloaded, replace(case, parallel=after), str(tmp_path / "0")):
+        assert len(found) == 4
+        for name, (slab, code) in found.items():
+            assert torch.equal(code, QuantizedTensor.of(slab.of(main[name]))._data), name

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,23 +32,40 @@ from tests.unit.storage.runs import (
 from tests.unit.storage.test_layouts import TOLERANCE
 from tests.unit.storage.test_resharding import one_further
 
+LONG = pytest.mark.long
 EXACT = {"muon_fp32_matmul_prec": "highest", "clip_grad": 1.0, "log_num_zeros_in_grad": True}
 PADDED = {**DENSE, "hidden": 24, "heads": 4, "query_groups": 4}
 """Megatron pads each piece to a multiple of 16 rows: some ranks have nothing but padding."""
 
 
-def trained(cases: list[Case]) -> list[Result]:
-    found = []
-    for case in cases:
-        chunk, optimizer = build(case)
-        returned = []
-        amplifies = case.optimizer == "soap" or "muon_momentum_dtype" in case.config
-        with alike_factors() if amplifies else nullcontext():
-            for step in range(10):
-                steps(case, chunk, _Recording(optimizer, returned), step, step + 1)
-        found.append(Result(weights(case.run, chunk), returned))
-        forget_megatron()
-    return found
+def alone(cases: list[Case]) -> list[Result]:
+    return [stepped(case, *build(case), 0, 10) for case in cases]
+
+
+def begun(cases: list[Case], folder: str) -> list[Result]:
+    """Do half of the steps of each run, and save it."""
+    return [stepped(case, *build(case), 0, 5, Path(folder, str(n))) for n, case in enumerate(cases)]
+
+
+def ended(cases: list[Case], folder: str) -> list[Result]:
+    """Load each run, and do the other half."""
+    return [
+        stepped(case, *resume(case, Path(folder, str(n))), 5, 10) for n, case in enumerate(cases)
+    ]
+
+
+def stepped(
+    case: Case, chunk: Any, optimizer: Any, first: int, end: int, folder: Path | None = None
+) -> Result:
+    returned: list[Any] = []
+    amplifies = case.optimizer == "soap" or "muon_momentum_dtype" in case.config
+    with alike_factors() if amplifies else nullcontext():
+        steps(case, chunk, _Recording(optimizer, returned), first, end)
+    if folder is not None:
+        write(case, chunk, optimizer, folder)
+    result = Result(weights(case.run, chunk), returned)
+    forget_megatron()
+    return result
 
 
 @contextmanager
@@ -100,36 +118,43 @@ def cases_of(model: dict[str, Any], storage: dict[str, Any], names: list[str]) -
     ]
 
 
+type Layout = tuple[int, dict[str, int]]
+
+
 @pytest.mark.parametrize("storage", ["sharded", "replicated"])
 @pytest.mark.parametrize(
-    ("model", "world", "parallel"),
+    ("model", "cut", "other"),
     [
-        pytest.param(PADDED, 2, {"gtp": 2}, id="padded"),
-        pytest.param(DENSE, 4, {"gtp": 2, "tp": 2}, id="tp"),
+        pytest.param(PADDED, (2, {"gtp": 2}), (1, {}), id="padded"),
+        pytest.param(DENSE, (4, {"gtp": 2, "tp": 2}), (2, {"tp": 2}), id="tp"),
         pytest.param(
-            MOE, 4, {"gtp": 2, "expert_gtp": 2, "ep": 2}, id="experts", marks=pytest.mark.long
+            MOE, (4, {"gtp": 2, "expert_gtp": 2, "ep": 2}), (2, {"ep": 2}), id="experts", marks=LONG
         ),
     ],
 )
-def test_a_cut_of_rows_changes_no_update(storage, model, world, parallel):
+def test_a_cut_of_rows_changes_no_update(
+    tmp_path, storage: str, model: dict[str, Any], cut: Layout, other: Layout
+):
+    """Five of ten steps with rows cut, and five at another layout, are those of one process."""
     fields = REPLICATED if storage == "replicated" else {}
     names = [name for name in OPTIMIZERS if storage == "sharded" or name != "soap"]
-    cases = cases_of(model, fields, names)
-    references = run_ranks(1, trained, cases)[0]
-    cut = [replace(case, parallel=parallel) for case in cases]
-    ranks = run_ranks(world, trained, cut, timeout=300)
+    cases = cases_of({**model, "layers": 1}, fields, names)
+    references = run_ranks(1, alone, cases)[0]
+    first, second = (
+        run_ranks(world, part, [replace(c, parallel=its) for c in cases], str(tmp_path))
+        for part, (world, its) in ((begun, cut), (ended, other))
+    )
     for number, (case, reference) in enumerate(zip(cases, references, strict=True)):
-        results = [its[number] for its in ranks]
-        assert deviation(results, reference) < TOLERANCE, case
-        for result in results:
-            for (_, norm, _), (_, expected, _) in zip(result.steps, reference.steps, strict=True):
+        assert deviation([its[number] for its in second], reference) < TOLERANCE, case
+        for halves in product(first, second):
+            found = [step for half in halves for step in half[number].steps]
+            for (_, norm, _), (_, expected, _) in zip(found, reference.steps, strict=True):
                 assert norm == pytest.approx(expected, rel=1e-6), case
 
 
 # one layer; Megatron needs no padding up to four pieces of two slabs
 BF16 = {**DENSE, "layers": 1, "hidden": 64, "vocabulary": 64, "dtype": torch.bfloat16}
 UNCLIPPED = EXACT | {"clip_grad": 0.0}
-LONG = pytest.mark.long
 GOING_ON: dict[str, tuple[list[Case], list[tuple[int, dict[str, int]]]]] = {
     "sharded": (
         [
@@ -152,8 +177,13 @@ GOING_ON: dict[str, tuple[list[Case], list[tuple[int, dict[str, int]]]]] = {
         [(2, {"gtp": 2}), (4, {"gtp": 4})],
     ),
     "experts": (
-        [Case("muon", MOE, config=UNCLIPPED), Case("adam", MOE)],
-        [(2, {"gtp": 2, "expert_gtp": 2}), (2, {"ep": 2, "gtp": 2})],
+        [
+            Case("muon", MOE, config=UNCLIPPED),
+            Case("muon", MOE, ddp=PLAIN, config=PLAIN | UNCLIPPED),
+            Case("adam", MOE),
+        ],
+        # four ranks have the router, whose rows are not cut
+        [(4, {"gtp": 2}), (2, {"gtp": 2, "expert_gtp": 2}), (2, {"ep": 2, "gtp": 2})],
     ),
 }
 """Runs, and the layouts at which each goes on; Megatron cannot take padding out of weights."""
@@ -207,15 +237,18 @@ def collectives(case: Case) -> tuple[list[str], int]:
     inject(case.run, chunk, 1)
     with counted() as calls:
         optimizer.step()
-    return [name for name, *_ in calls], len(chunk.bucket_groups)
+    gathers = chunk.ddp_config.use_distributed_optimizer
+    return [name for name, *_ in calls], len(chunk.bucket_groups) if gathers else 0
 
 
-def test_a_step_has_four_collectives():
+@pytest.mark.parametrize(("storage", "gathers"), [({}, 1), (PLAIN, 0)], ids=["sharded", "plain"])
+def test_a_step_has_at_most_four_collectives(storage, gathers):
     """One for the norm, two for all matrices, and one that gathers the weights."""
     model = {**DENSE, "layers": 1, "hidden": 64, "vocabulary": 128}
-    case = Case("muon", model, {"gtp": 2, "tp": 2}, config={"clip_grad": 1.0})
+    config = {"clip_grad": 1.0, "muon_tp_mode": "exchange"} | storage
+    case = Case("muon", model, {"gtp": 2, "tp": 2}, ddp=storage, config=config)
     found = run_ranks(8, collectives, case, timeout=300)
-    assert found == [(["all_reduce", "all_to_all_single", "all_to_all_single"], 1)] * 8
+    assert found == [(["all_reduce", "all_to_all_single", "all_to_all_single"], gathers)] * 8
 
 
 def refused(case: Case) -> str:
@@ -246,14 +279,19 @@ def weights_loaded(case: Case, folder: str) -> Result:
     return Result(weights(case.run, resume(case, folder)[0]), [])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "storage"),
+    [(torch.bfloat16, {}), (torch.float32, {}), (torch.float32, PLAIN)],
+    ids=["bf16", "float32", "float32 without main weights"],
+)
 @pytest.mark.parametrize(
     ("before", "after"),
     [({"gtp": 2}, {}), ({}, {"gtp": 2}), pytest.param({"gtp": 2}, {"tp": 2}, marks=LONG)],
 )
-def test_gate_and_up_are_those_of_main_weights(tmp_path, before, after, dtype):
+def test_gate_and_up_are_loaded_from_where_they_are(tmp_path, before, after, dtype, storage):
     """megatron-core's own state has their rows in the order of one size of the group."""
-    case = Case("muon", {**BF16, "gated": True, "dtype": dtype}, before)
+    model = {**BF16, "gated": True, "dtype": dtype}
+    case = Case("muon", model, before, ddp=storage, config=storage)
     saved = run_ranks(2 if before else 1, weights_saved, case, str(tmp_path))
     whole = run_ranks(1, weights_loaded, replace(case, parallel={}), str(tmp_path))[0]
     after_load = replace(case, parallel=after)

@@ -48,6 +48,7 @@ TENSOR_PARALLEL = [
     *((Case("muon", config={"muon_tp_mode": mode}), NO_EFFECT, n) for mode, n in BY_OWNERS.items()),
     *((plain("muon", muon_tp_mode=mode), NO_EFFECT, 0) for mode in BY_OWNERS),
 ]
+REMATERIALIZED = [case for case in TENSOR_PARALLEL if case[1] == DEPENDS]
 ADAMUON = {"adaptive_muon_moment2_method": "adamuon"}
 OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 STAYS = "stays on the GPU"
@@ -86,6 +87,7 @@ def check(table: list[tuple[Case, str, int]], found: list[int]) -> None:
 
 def test_what_depends_on_the_number_of_ranks_is_told():
     check(TENSOR_PARALLEL, run_ranks(2, said, TENSOR_PARALLEL, {"tp": 2})[0])
+    check(REMATERIALIZED, run_ranks(2, said, REMATERIALIZED, {"gtp": 2})[0])
 
 
 def test_what_else_differs_from_megatron_core_or_papers_is_told():
