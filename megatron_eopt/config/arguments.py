@@ -44,8 +44,10 @@ def constructed(
         is_named = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
         if is_named and one.default is one.empty and one.name not in kwargs | own:
             rule = f"is an argument of {cls.__name__} without a default, and no field sets it"
-            hint = "Give it a default, add the field to a subclass of EmergingOptimizerConfig, or "
-            hint += "pass config_to_kwargs to register_optimizer"
+            hint = (
+                "Give it a default, add the field to a subclass of EmergingOptimizerConfig, or "
+                "pass config_to_kwargs to register_optimizer"
+            )
             raise ConfigurationError(f"{prefixes_of(name)[0]}_{one.name}", None, rule, hint)
     names = names_of_arguments(cls, prefixes_of(name), config)
     with naming({argument: field for argument, field in names.items() if argument not in own}):

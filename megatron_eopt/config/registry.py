@@ -82,8 +82,10 @@ def init_state(opt: Any, config: Any = None) -> None:
         inspect.signature(opt._init_group).bind({}, skip_non_grad_params=False)
     except (AttributeError, TypeError) as error:
         rule = "cannot create the state before the first step"
-        hint = "Define _init_group(group, skip_non_grad_params=False) in this class, or pass "
-        hint += "init_state_fn to register_optimizer"
+        hint = (
+            "Define _init_group(group, skip_non_grad_params=False) in this class, or pass "
+            "init_state_fn to register_optimizer"
+        )
         raise ConfigurationError("init_state_fn", type(opt).__name__, rule, hint) from error
     for group in opt.param_groups:
         opt._init_group(group, skip_non_grad_params=False)

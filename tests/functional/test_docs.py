@@ -73,6 +73,7 @@ OF_TOOLS = {
     "tensorboard": "--logdir",
     "mkdocs": "--strict",
     "launch and tests": "--help --all --environment",
+    "megatron-core 0.20": "--megatron-fsdp-version",
 }
 
 
