@@ -107,7 +107,8 @@ optimizer = megatron_eopt.get_megatron_optimizer(config, model_chunks, overrides
 ```
 
 `get_megatron_optimizer` takes overrides in place of the standard ones, which keep weight decay off
-norms and biases. `fsdp2.build_optimizer` adds yours to the standard ones. To give norms and biases
+norms and biases. `fsdp2.build_optimizer` adds yours to the standard ones. An override with
+`weight_decay` or `wd_mult` holds for all that its key matches, norms and biases too: to give them
 weight decay there, pass `{ParamKey(name="*"): {"wd_mult": 1}}`.
 
 A setting belongs to the scheduler or to the optimizer of its parameters:

@@ -48,6 +48,22 @@ def take_attributes(params: Iterable[Tensor]) -> bool:
     return bool(found)
 
 
+def kept_back(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return parameters whose gradients their units keep back, and those without a gradient.
+
+    A unit reduces its gradients when each of its parameters has one of its own. Tied weights are
+    two parameters with one gradient, so it waits for ever.
+    """
+    kept: dict[int, Tensor] = {}
+    missing = []
+    for whole, shard in (member for unit in units(params) for member in _members(unit)):
+        if whole.grad is not None and id(whole) not in kept:
+            kept[id(whole)] = shard
+        elif shard.grad is None:
+            missing.append(shard)
+    return list(kept.values()), missing
+
+
 def _members(unit: Any) -> list[tuple[Tensor, Tensor]]:
     """Return the parameters of a unit, each whole and as a DTensor."""
     # newer releases of megatron-core keep both in one object

@@ -43,12 +43,18 @@ from megatron_eopt.tools.rates import MODES, TP_MODES, Scale, carried, suggested
 from megatron_eopt.tools.recipe import NAMES, Recipe, recipe
 from megatron_eopt.tools.replay import replay, replay_others, scaled
 
-_NUMBERS = {
+
+def gibibytes(text: str) -> float:
+    """Return bytes for an argument in GiB; argparse's errors have this function's name."""
+    return float(text) * 2**30
+
+
+_NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {
     "flops": (float, "peak FLOP/s, dense bfloat16"),
     "memory": (float, "memory bandwidth in bytes/s"),
     "link": (float, "bytes/s that it sends inside a node"),
     "network": (float, "bytes/s that it sends to other nodes"),
-    "capacity": (float, "bytes of its memory"),
+    "capacity": (gibibytes, "size of its memory in GiB"),
     "gpus": (int, "GPUs per node (default: 8)"),
     "efficiency": (float, "share of the peak that matrix products use (default: 0.6)"),
 }

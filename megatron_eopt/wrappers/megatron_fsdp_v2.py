@@ -10,7 +10,7 @@ from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.local_tensors import local_of
-from megatron_eopt.storage.units import units
+from megatron_eopt.storage.units import kept_back, units
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.dtensors import (
@@ -26,8 +26,18 @@ class UnitsOptimizer(DTensorOptimizer):
     """Steps the units of a model; works with and without ``fully_shard_optimizer``."""
 
     def _step(self) -> None:
+        self._refuse_lost_gradients()
         super()._step()
         self.compute_with_main_weights()
+
+    def _refuse_lost_gradients(self) -> None:
+        """Raise a ConfigurationError for units that would silently not be trained."""
+        kept, missing = kept_back(self.names)
+        if kept:
+            names = ", ".join(self.names[p] for p in missing[:8] if p in self.names)
+            rule = f"waits for gradients of other parameters of its unit, which have none: {names}"
+            hint = "Untie shared weights, and freeze unused ones before fully_shard"
+            raise ConfigurationError("gradient", self.names[kept[0]], rule, hint)
 
     def compute_with_main_weights(self) -> None:
         """Copy main weights to the weights that the model computes with."""

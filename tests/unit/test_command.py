@@ -34,15 +34,15 @@ def printed(*commands: list[str]) -> list[tuple[int, str, str]]:
 
 def test_plans_are_printed():
     plan = ["plan", *SMALL, "--dp", "4", "--muon-max-ranks-per-matrix", "1"]
-    # with tp 1, a rank needs 0.84 MB, with tp 2 0.59 MB
-    sweep = ["sweep", *SMALL, "--ranks", "4", "--tp", "1", "2", "8", "--gpu-capacity", "7e5"]
+    # with tp 1, a rank needs 0.00078 GiB, with tp 2 0.00055
+    sweep = ["sweep", *SMALL, "--ranks", "4", "--tp", "1", "2", "8", "--gpu-capacity", "0.00065"]
     one, data, many = run_ranks(1, printed, plan, [*plan, "--json"], sweep, cpu=False)[0]
     for words in ("on 4 x H100", "alltoall_base", "transient", "step, without gather", "are left"):
         assert words in one[1]
     assert json.loads(data[1])["ranks"] == 4
     assert "on 4 x H100" in many[1]
     assert "left out: tp 8" in many[2]
-    assert "1 of 2 fit" in many[1]
+    assert "1 of 2 fit into 0.00065 GiB" in many[1]
     assert "that fit: tp 2" in many[1]
     assert one[0] == many[0] == 0
 

@@ -96,7 +96,7 @@ def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
     left = plan.left / _GIB
     room = f"{left:.2f} are left for activations" if left > 0 else "it does NOT fit"
     console.print(
-        f"Rank {plan.rank} {whose} most memory: {_gib(most):.2f} of {plan.capacity / _GIB:.0f} GiB "
+        f"Rank {plan.rank} {whose} most memory: {_gib(most):.2f} of {plan.capacity / _GIB:g} GiB "
         f"without activations; {room}"
     )
     # estimates rank stages; the FLOPs are those that are counted below
@@ -182,7 +182,7 @@ def show_sweep(plans: Sequence[Plan], gpu: str, sources: Sources, console: Conso
     _print(console, title, columns, rows)
     fitting = [plan for plan in plans if plan.left > 0]
     console.print(
-        f"{len(fitting)} of {len(plans)} fit into {plans[0].capacity / _GIB:.0f} GiB, without "
+        f"{len(fitting)} of {len(plans)} fit into {plans[0].capacity / _GIB:g} GiB, without "
         "activations. Forward and backward passes are assumed equally fast."
     )
     if fitting:

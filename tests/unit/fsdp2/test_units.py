@@ -1,5 +1,7 @@
 """What the second version of Megatron-FSDP does besides cutting: experts, number types, hooks."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.matrices import qkv
 from tests.harness import run_ranks
@@ -169,3 +172,23 @@ def test_gradients_of_16_bits_and_weights_to_compute_with(layout):
             assert far(plain, hooked)[0] == 0
     losses = sum(result["muon"][0][0] for result in results).view(6, 2).sum(1) / 2
     torch.testing.assert_close(losses, in_float32(), rtol=0.1, atol=0)
+
+
+@eager
+def refused_step(*, tied):
+    """Return why a model whose root waits for a gradient cannot be stepped."""
+    model = Network(tied=tied)
+    if not tied:
+        model.unused = nn.Linear(3, 2, bias=False)
+    model = cut(model, "one unit", "hidden")
+    optimizer = build_optimizer(model, config("muon"))
+    model(torch.arange(4)).sum().backward()
+    with pytest.raises(ConfigurationError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("tied", "missing"), [(True, "lm_head.weight"), (False, "unused.weight")])
+def test_units_that_wait_for_a_gradient_would_never_be_trained(tied, missing):
+    for message in run_ranks(2, partial(refused_step, tied=tied), timeout=120):
+        assert f"which have none: {missing}" in message
