@@ -30,6 +30,8 @@ type Cuts = Mapping[str, tuple[int, ...]]
 
 _VOCABULARY = ("word_embeddings.", "output_layer.")
 _NORMS = ("layernorm.", "layer_norm_weight")
+_ROW_PARALLEL = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
+"""Each transformer or Mamba layer has these."""
 
 
 class SavedRows:
@@ -44,19 +46,14 @@ class SavedRows:
     def __init__(self, shapes: Shapes, cuts: Cuts, vocabulary: int | None) -> None:
         self._shapes, self._cuts, self._vocabulary = shapes, cuts, vocabulary
         # only FSDP cuts norms, and it saves rows in their order
-        self._in_order = any(its[-1] > 1 for key, its in cuts.items() if _has(key, _NORMS))
-        # only tensor parallelism cuts columns, and it does so in every transformer layer
-        self._slabs = {
-            of_experts: max(
-                (
-                    its[-1]
-                    for key, its in cuts.items()
-                    if _is_of_experts(key) == of_experts and not key.endswith("bias")
-                ),
-                default=1,
-            )
-            for of_experts in (False, True)
-        }
+        self._in_order = any(its[-1:] > (1,) for key, its in cuts.items() if _has(key, _NORMS))
+        # sizes of rematerialization and tensor parallelism, which cut rows and columns of these
+        # weights; others may be cut for reasons of their own
+        self._sizes = {False: (1, 1), True: (1, 1)}
+        for key, its in cuts.items():
+            if key.endswith(_ROW_PARALLEL):
+                size, slabs = map(max, self._sizes[_is_of_experts(key)], (1, 1, *its)[-2:])
+                self._sizes[_is_of_experts(key)] = size, slabs
         self.changes: dict[Change, None] = {}  # of the vocabulary's size
 
     def find(self, state: Any) -> None:
@@ -75,9 +72,15 @@ class SavedRows:
         if data is None or data.dim() != 2 or isinstance(data, DTensor):
             return item
         parts = list(tensors({"built": with_plain_data(item)}))
-        # sections of unequal size are saved uncut
-        known = all(part.key in self._cuts and part.axis_fragmentations for part in parts)
-        if not known or len({part.local_shape for part in parts}) > 1:
+        # sections of unequal size are saved uncut, and other factories have their own order of rows
+        section = (len(data) // max(len(parts), 1), data.shape[1])
+        known = all(
+            part.local_shape == section
+            and part.axis_fragmentations
+            and len(self._cuts.get(part.key, ())) == len(part.global_shape)
+            for part in parts
+        )
+        if not (parts and known and data.numel()):
             return item
         param = param_of(data)
         rows = LocalRows(param, parts)
@@ -91,16 +94,18 @@ class SavedRows:
         key, sections = rows.parts[0].key, len(rows.parts)
         # gate and up together, whether they are in one tensor or not
         height = (self._shapes[key] or ())[rows.axis] * sections // rows.per_key
-        if self._in_order or (sections == 1 and height == rows.count):
-            is_in_order = sections == 1 and height == rows.grid.rows
+        cuts = self._cuts[key][rows.axis]
+        if self._in_order or cuts == 1 or (sections == 1 and height == rows.count):
+            is_in_order = sections == 1 and height == rows.count == rows.grid.rows
             return None if rows.grid.pieces == 1 or is_in_order else RowGrid(1, 1, height)
+        size, slabs = self._sizes[_is_of_experts(key)]
         # tensor parallelism always cuts the rows of gate and up
-        is_cut = sections > 1 or cut_dimension(param) == 0
-        slabs = self._slabs[_is_of_experts(key)] if is_cut else 1
-        pieces, odd = divmod(self._cuts[key][rows.axis], rows.per_key * slabs)
-        if rows.grid.pieces == 1 and (odd or pieces == 1):
+        slabs = slabs if sections > 1 or cut_dimension(param) == 0 else 1
+        pieces, odd = divmod(cuts, rows.per_key * slabs)
+        is_known = not odd and pieces in (1, size)
+        if rows.grid.pieces == 1 and (pieces == 1 or not is_known):
             return None
-        if odd:
+        if not is_known:
             raise _unknown(key)
         grid = RowGrid(slabs, pieces, height // (slabs * pieces))
         return None if grid == rows.grid else grid

@@ -4,10 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
 from megatron_eopt import checkpoints
 from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
 from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import unwrapped
 from tests.unit.storage.runs import (
@@ -64,3 +68,83 @@ def wrong(folder: str) -> list[Any]:
 def test_every_row_is_found_at_every_other_layout(tmp_path):
     run_ranks(4, saved, str(tmp_path), timeout=300)
     assert run_ranks(4, wrong, str(tmp_path), timeout=300) == [[]] * 4
+
+
+WHOLE = torch.arange(512.0).view(64, 8)
+
+
+def uncut(key: str, values: torch.Tensor) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, values.clone(), replica_id=(0, 0, dist.get_rank()))
+
+
+def in_sections(key: str, sections: int, size: int) -> ShardedTensorFactory:
+    """Return an entry as that of gate and up: the rows of each section are cut."""
+    copy, rank = divmod(dist.get_rank(), size)
+    data = torch.cat([section.chunk(size)[rank] for section in WHOLE.chunk(sections)])
+
+    def build(key: str, data: torch.Tensor, replica: Any, _: Any) -> list[ShardedTensor]:
+        return [
+            ShardedTensor.from_rank_offsets(
+                key, part, (0, number * size + rank, sections * size), replica_id=replica
+            )
+            for number, part in enumerate(data.chunk(sections))
+        ]
+
+    return ShardedTensorFactory(key, data, build, torch.cat, (0, 0, copy))
+
+
+def transposed(key: str, size: int) -> ShardedTensorFactory:
+    copy, rank = divmod(dist.get_rank(), size)
+
+    def build(key: str, data: torch.Tensor, replica: Any, _: Any) -> ShardedTensor:
+        part = data.T.contiguous()
+        return ShardedTensor.from_rank_offsets(key, part, (0, rank, size), replica_id=replica)
+
+    data = WHOLE.T.chunk(size, 1)[rank].contiguous()
+    return ShardedTensorFactory(key, data, build, lambda part: part.T.contiguous(), (0, 0, copy))
+
+
+def of_object(key: str) -> ShardedTensorFactory:
+    def build(key: str, data: torch.Tensor, replica: Any, _: Any) -> ShardedObject:
+        return ShardedObject(key, data, (1,), (0,), replica_id=replica)
+
+    replica = (0, 0, dist.get_rank())
+    return ShardedTensorFactory(key, WHOLE.clone(), build, lambda loaded: loaded, replica)
+
+
+OTHERS: dict[str, Any] = {
+    "gate and up alone": lambda size: in_sections("linear_fc1.adapter.weight", 2, size),
+    "more pieces than ranks of TP": lambda size: {
+        "fc1": in_sections("mlp.linear_fc1.weight", 2, size),
+        "fc2": uncut("mlp.linear_fc2.weight", WHOLE),
+    },
+    "queries, keys, values and gates": lambda size: in_sections("linear_qkv.weight", 4, size),
+    "transposed": lambda size: transposed("weight1", size),
+    "an object": lambda size: of_object("table"),
+    "a scalar": lambda size: uncut("layernorm.scale", torch.tensor(2.0)),
+}
+"""Entries of models without weight rematerialization, by the number of parts of rows."""
+
+
+def read_otherwise(folder: str) -> list[Any]:
+    """Return which entries are not read as megatron-core reads them."""
+    initialize_megatron()
+    found = []
+    for kind, entry in OTHERS.items():
+        for before in (1, 2):
+            path = Path(folder, f"{kind} {before}")
+            path.mkdir(exist_ok=True)
+            dist_checkpointing.save({"model": {"entry": entry(before)}}, str(path))
+            for now in (1, 2):
+                loads = (dist_checkpointing.load, checkpoints.load)
+                try:
+                    expected, its = (load({"model": {"entry": entry(now)}}, path) for load in loads)
+                    torch.testing.assert_close(its, expected, rtol=0, atol=0)
+                except (AssertionError, RuntimeError) as error:
+                    found.append((kind, before, now, str(error)))
+    forget_megatron()
+    return found
+
+
+def test_without_rematerialization_rows_are_read_as_megatron_core_reads_them(tmp_path):
+    assert run_ranks(2, read_otherwise, str(tmp_path), timeout=120) == [[]] * 2
