@@ -64,6 +64,13 @@ def kept_back(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return list(kept.values()), missing
 
 
+def frozen_late(params: Iterable[Tensor]) -> Tensor | None:
+    """Return a DTensor that was frozen after its unit was made, which goes on being trained."""
+    members = (member for unit in units(params) for member in _members(unit))
+    late = (shard for whole, shard in members if whole.requires_grad and not shard.requires_grad)
+    return next(late, None)
+
+
 def _members(unit: Any) -> list[tuple[Tensor, Tensor]]:
     """Return the parameters of a unit, each whole and as a DTensor."""
     # newer releases of megatron-core keep both in one object

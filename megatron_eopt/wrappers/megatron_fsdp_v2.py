@@ -10,7 +10,7 @@ from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.local_tensors import local_of
-from megatron_eopt.storage.units import kept_back, units
+from megatron_eopt.storage.units import frozen_late, kept_back, units
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.dtensors import (
@@ -26,12 +26,17 @@ class UnitsOptimizer(DTensorOptimizer):
     """Steps the units of a model; works with and without ``fully_shard_optimizer``."""
 
     def _step(self) -> None:
-        self._refuse_lost_gradients()
+        self._refuse_faulty_units()
         super()._step()
         self.compute_with_main_weights()
 
-    def _refuse_lost_gradients(self) -> None:
-        """Raise a ConfigurationError for units that would silently not be trained."""
+    def _refuse_faulty_units(self) -> None:
+        """Raise a ConfigurationError for units that are trained otherwise than they seem to be."""
+        frozen = frozen_late(self.names)
+        if frozen is not None:
+            rule = "was set after fully_shard, whose unit goes on computing its gradient"
+            hint = "Freeze parameters before fully_shard"
+            raise ConfigurationError(f"{self.names[frozen]}.requires_grad", False, rule, hint)
         kept, missing = kept_back(self.names)
         if kept:
             names = ", ".join(self.names[p] for p in missing[:8] if p in self.names)

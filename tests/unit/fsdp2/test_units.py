@@ -192,3 +192,20 @@ def refused_step(*, tied):
 def test_units_that_wait_for_a_gradient_would_never_be_trained(tied, missing):
     for message in run_ranks(2, partial(refused_step, tied=tied), timeout=120):
         assert f"which have none: {missing}" in message
+
+
+@eager
+def frozen_step():
+    """Return why a model of which a weight is frozen too late cannot be stepped."""
+    model = cut(Network(tied=False), "units", "hidden")
+    optimizer = build_optimizer(model, config("muon"))
+    next(model.parameters()).requires_grad_(False)
+    model(torch.arange(4)).sum().backward()
+    with pytest.raises(ConfigurationError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_a_weight_that_is_frozen_after_fully_shard_would_go_on_training():
+    for message in run_ranks(2, frozen_step, timeout=120):
+        assert "was set after fully_shard" in message
