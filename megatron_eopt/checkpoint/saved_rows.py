@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import CheckpointError
+from megatron_eopt.base.place import row_cut
 from megatron_eopt.checkpoint.contents import Shapes
 from megatron_eopt.checkpoint.keys import split_key, tensors
 from megatron_eopt.checkpoint.rows import LocalRows, RowGrid, param_of, with_plain_data
@@ -71,6 +72,9 @@ class SavedRows:
             return item
         if data is None or data.dim() != 2 or isinstance(data, DTensor):
             return item
+        param = param_of(data)
+        if row_cut(param).size == 1 == self._sizes[_is_of_experts(item.key)][0]:
+            return item  # cut neither here nor there, as almost always
         parts = list(tensors({"built": with_plain_data(item)}))
         # sections of unequal size are saved uncut, and other factories have their own order of rows
         section = (len(data) // max(len(parts), 1), data.shape[1])
@@ -82,7 +86,6 @@ class SavedRows:
         )
         if not (parts and known and data.numel()):
             return item
-        param = param_of(data)
         rows = LocalRows(param, parts)
         grid = self._grid_of(rows, param)
         if grid is None:
