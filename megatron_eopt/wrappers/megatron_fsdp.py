@@ -120,7 +120,30 @@ def _compute_with_main_weights(model: Any) -> None:
 # Your own training loop
 
 
-class MegatronFSDPOptimizer(DTensorOptimizer):
+class UnevenOptimizer(DTensorOptimizer):
+    """Saves and loads state that Megatron-FSDP cuts otherwise than torch; for either version."""
+
+    def compute_with_main_weights(self) -> None:
+        """Copy main weights to the weights that the model computes with; collective."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and state for torch's distributed checkpoints; collective."""
+        prepared = require_upstream("preprocess_state_dict_for_uneven_dtensor")
+        state: dict[str, Any] = prepared(super().state_dict())
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load groups and state, and update the weights that the model computes with; collective.
+
+        Raises:
+            ConfigurationError: If state of a parameter is missing.
+        """
+        super().load_state_dict(state_dict)
+        self.compute_with_main_weights()
+
+
+class MegatronFSDPOptimizer(UnevenOptimizer):
     """Steps a ``MegatronFSDP`` model; do not pass it to ``fully_shard_optimizer``."""
 
     def __init__(self, managing: Sequence[Any], *args: Any) -> None:
@@ -157,19 +180,8 @@ class MegatronFSDPOptimizer(DTensorOptimizer):
         for module in self._managing:
             module.zero_grad_buffer()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return groups and state for torch's distributed checkpoints; collective."""
-        prepared = require_upstream("preprocess_state_dict_for_uneven_dtensor")
-        state: dict[str, Any] = prepared(super().state_dict())
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups and state, and update the weights that the model computes with; collective.
-
-        Raises:
-            ConfigurationError: If state of a parameter is missing.
-        """
-        super().load_state_dict(state_dict)
+    def compute_with_main_weights(self) -> None:
+        """Copy main weights to the weights that the model computes with; collective."""
         for module in self._managing:
             _compute_with_main_weights(module)
 

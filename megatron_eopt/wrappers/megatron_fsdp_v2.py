@@ -6,8 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.upstream import require_upstream
-from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.storage.units import frozen_late, kept_back, units
@@ -20,9 +18,10 @@ from megatron_eopt.wrappers.dtensors import (
     check_parameters,
     state_exists,
 )
+from megatron_eopt.wrappers.megatron_fsdp import UnevenOptimizer
 
 
-class UnitsOptimizer(DTensorOptimizer):
+class UnitsOptimizer(UnevenOptimizer):
     """Steps the units of a model; works with and without ``fully_shard_optimizer``."""
 
     def _step(self) -> None:
@@ -48,21 +47,6 @@ class UnitsOptimizer(DTensorOptimizer):
         """Copy main weights to the weights that the model computes with."""
         for unit in units(self.names):
             unit.sync_model_weight_from_main_weight()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return groups and state for torch's distributed checkpoints; collective."""
-        prepared = require_upstream("preprocess_state_dict_for_uneven_dtensor")
-        state: dict[str, Any] = prepared(super().state_dict())
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups and state, and update the weights that the model computes with.
-
-        Raises:
-            ConfigurationError: If state of a parameter is missing.
-        """
-        super().load_state_dict(state_dict)
-        self.compute_with_main_weights()
 
 
 # Megatron's training loop, from megatron-core 0.20 on
