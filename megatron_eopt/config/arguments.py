@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron_eopt.base.errors import ConfigurationError, naming
+from megatron_eopt.config.checks import check_arguments
 from megatron_eopt.config.config import complete
 from megatron_eopt.config.fields import (
     constructor_arguments,
@@ -50,7 +51,9 @@ def constructed(
             )
             raise ConfigurationError(f"{prefixes_of(name)[0]}_{one.name}", None, rule, hint)
     names = names_of_arguments(cls, prefixes_of(name), config)
-    with naming({argument: field for argument, field in names.items() if argument not in own}):
+    fields = {argument: field for argument, field in names.items() if argument not in own}
+    check_arguments(name, kwargs | own, fields)
+    with naming(fields):
         optimizer: torch.optim.Optimizer = cls(groups, **kwargs | own)
     return optimizer
 

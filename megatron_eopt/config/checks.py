@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, get_args
 
 import torch
@@ -21,7 +21,14 @@ from megatron_eopt.base.names import (
     CheckActionT,
     TpModeT,
 )
-from megatron_eopt.config.fields import consumed_fields, unconsumed
+from megatron_eopt.config.fields import (
+    constructor_parameters,
+    consumed_fields,
+    kwargs_from_config,
+    names_of_arguments,
+    type_of,
+    unconsumed,
+)
 from megatron_eopt.config.registry import consumed_by, entry_of, is_muon, prefixes_of
 from megatron_eopt.math import (
     AlgorithmT,
@@ -132,6 +139,13 @@ _FOR_DTENSORS = {
 
 _FOR_OWN_LOOPS = {"grad_norm_skip_threshold": "works with get_megatron_optimizer only"}
 
+_OF_ITERATION = {
+    "coefficient_type": "coefficients",
+    "num_ns_steps": "steps",
+    "fp32_matmul_prec": "precision",
+}
+"""Arguments of classes with a Newton-Schulz iteration, by their names in our own."""
+
 _OF_THE_MAIN_MUON = {
     "muon_skip_grad_clip": False,
     "muon_momentum_dtype": "fp32",
@@ -163,18 +177,41 @@ def check_values(config: Any, optimizers: Collection[str]) -> None:
     if "muon" in prefixes:
         steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
         check_steps("muon_num_ns_steps", steps)
-        schedule = resolve_coefficients(coefficients, steps, "muon_coefficient_type")
-        precision: PrecisionT = config.muon_fp32_matmul_prec
-        # our Muon computes these products in float32 instead, and warns
-        others = [n for n in optimizers if "muon" in prefixes_of(n) and not is_muon(n)]
-        if others and sound_precision(schedule, precision) != precision:
-            rule = f"diverges with muon_fp32_matmul_prec={precision!r}, which {others[0]} uses"
-            hint = "Set muon_fp32_matmul_prec='highest', or use other coefficients"
-            raise ConfigurationError("muon_coefficient_type", coefficients, rule, hint)
+        resolve_coefficients(coefficients, steps, "muon_coefficient_type")
         backend = config.muon_backend
         check_choice("muon_backend", backend, backend_names())
         with naming({"backend": "muon_backend"}):
             get_backend(backend)
+    for optimizer in set(optimizers) - set(STANDARD_OPTIMIZERS):
+        of_class = entry_of(optimizer).optimizer_cls, prefixes_of(optimizer), config
+        check_arguments(optimizer, kwargs_from_config(*of_class), names_of_arguments(*of_class))
+
+
+def check_arguments(
+    optimizer: str, arguments: Mapping[str, Any], fields: Mapping[str, str]
+) -> None:
+    """Raise a ConfigurationError if an optimizer's class does not know the value of an argument.
+
+    emerging-optimizers' classes know fewer values than our Muon, and would notice in a step.
+    ``fields`` are the fields that set arguments.
+    """
+    parameters = constructor_parameters(entry_of(optimizer).optimizer_cls)
+    given = {name: one.default for name, one in parameters.items()} | dict(arguments)
+    for name in parameters.keys() & arguments:
+        choices = type_of(parameters[name].annotation).choices
+        if choices and given[name] is not None:
+            check_choice(fields.get(name, name), given[name], choices)
+    # our Muon computes products that would diverge in float32 instead, and warns
+    if is_muon(optimizer) or not parameters.keys() >= _OF_ITERATION.keys():
+        return
+    coefficients, steps, precision = (given[name] for name in _OF_ITERATION)
+    names = {argument: fields.get(name, name) for name, argument in _OF_ITERATION.items()}
+    with naming(names):
+        schedule = resolve_coefficients(coefficients, steps)
+        if sound_precision(schedule, precision) != precision:
+            rule = f"diverges with precision={precision!r}, which {optimizer} uses"
+            hint = "Set precision='highest', or use other coefficients"
+            raise ConfigurationError("coefficients", coefficients, rule, hint)
 
 
 def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:

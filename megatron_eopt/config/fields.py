@@ -33,7 +33,10 @@ def type_of(hint: Any) -> FieldType:
     if get_origin(hint) in (Union, UnionType):
         optional = NoneType in get_args(hint)
         found = [item for item in get_args(hint) if item is not NoneType]
-        hint = found[0] if len(found) == 1 else Any
+        if all(get_origin(item) is Literal for item in found):
+            hint = Literal[*(name for item in found for name in get_args(item))]
+        else:
+            hint = found[0] if len(found) == 1 else Any
     if get_origin(hint) is Literal and all(isinstance(item, str) for item in get_args(hint)):
         return FieldType(str, get_args(hint), optional)
     return FieldType(hint, (), optional)
@@ -59,17 +62,32 @@ def field_docs(config_cls: type) -> dict[str, str]:
     return docs
 
 
-def constructor_arguments(optimizer_cls: type) -> list[str]:
-    """Return the names of a class's constructor arguments, following ``**kwargs`` to its bases."""
-    found: dict[str, None] = {}
+def constructor_parameters(optimizer_cls: type) -> Mapping[str, inspect.Parameter]:
+    """Return a class's constructor arguments by name, following ``**kwargs`` to its bases.
+
+    Their annotations are types, or ``inspect.Parameter.empty``.
+    """
+    found: dict[str, inspect.Parameter] = {}
     for init in (vars(cls)["__init__"] for cls in optimizer_cls.__mro__ if "__init__" in vars(cls)):
         parameters = inspect.signature(init).parameters.values()
-        variable = {p.name for p in parameters if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-        found |= {p.name: None for p in parameters if p.name not in variable | {"self", "params"}}
+        try:
+            hints = get_type_hints(init)
+        except (NameError, TypeError):
+            hints = {}  # some are for type checkers only
+        for one in parameters:
+            variable = one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+            if not variable and one.name not in ("self", "params"):
+                hint = hints.get(one.name, one.empty)
+                found.setdefault(one.name, one.replace(annotation=hint))
         # without ``**kwargs``, the arguments of its bases cannot be passed
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
-    return list(found)
+    return found
+
+
+def constructor_arguments(optimizer_cls: type) -> list[str]:
+    """Return the names of a class's constructor arguments, following ``**kwargs`` to its bases."""
+    return list(constructor_parameters(optimizer_cls))
 
 
 def kwargs_from_config(

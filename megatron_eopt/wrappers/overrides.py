@@ -6,15 +6,14 @@ own, which :func:`own_arguments` finds out.
 """
 
 import difflib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import RATES
-from megatron_eopt.config.fields import FieldType, constructor_arguments, type_of
+from megatron_eopt.config.fields import FieldType, constructor_parameters, type_of
 from megatron_eopt.config.values import read_value
 
 _OF_THE_RUN = {
@@ -45,7 +44,7 @@ def own_arguments(
     if not given:
         return {}
     made = construct()
-    takes = constructor_arguments(type(made))
+    takes = constructor_parameters(type(made))
     for name, value in given.items():
         _check_name(optimizer, name, value, sorted({*takes, *made.defaults} - _OF_THE_RUN.keys()))
         given[name] = read_value(f"config_overrides[...][{name!r}]", value, _type_of(made, name))
@@ -80,12 +79,8 @@ def _check_name(optimizer: str, name: str, value: object, known: Sequence[str]) 
 
 def _type_of(made: torch.optim.Optimizer, name: str) -> FieldType:
     """Return the declared type of a constructor's argument, or else that of its default."""
-    for cls in type(made).__mro__:
-        init = vars(cls).get("__init__")
-        if init is not None and name in inspect.signature(init).parameters:
-            try:
-                return type_of(get_type_hints(init)[name])
-            except (KeyError, NameError, TypeError):
-                break  # the argument has no annotation, or one for type checkers only
+    parameter = constructor_parameters(type(made)).get(name)
+    if parameter is not None and parameter.annotation is not parameter.empty:
+        return type_of(parameter.annotation)
     default = made.defaults.get(name)
     return FieldType(type(default), optional=default is None)

@@ -1,0 +1,125 @@
+"""Every value of every choice is refused when an optimizer is built, or its steps work.
+
+emerging-optimizers' classes have lists of their own, and notice a value they do not know in a step.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer import ParamKey
+from torch import nn
+
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
+from megatron_eopt.arguments.flags import choices_of_trainer_flags
+from megatron_eopt.config.config_file import load_optimizer_config
+from megatron_eopt.config.fields import constructor_parameters, field_types, type_of
+from megatron_eopt.config.registry import entry_of, optimizer_names, prefixes_of
+from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.math import coefficient_names
+from tests.unit.fsdp2.model import eager
+
+STANDARD = ("adam", "sgd")
+CHOICES = choices_of_trainer_flags()
+NUMBERS: dict[type, list[Any]] = {
+    bool: [False, True],
+    int: [-1, 0, 1, 3],
+    float: [-1.0, 0.0, 0.5, 1.0, 3.0],
+}
+WORDS = sorted(
+    {word for name, words in CHOICES.items() if name != "optimizer" for word in words}
+    | {"custom", "independent", "l2", "nuclear_norm", "palm"}
+)
+"""Any word may be given for any argument that takes words."""
+
+
+def cases(optimizer: str) -> Iterator[tuple[str, Any]]:
+    """Yield each field that this optimizer may read, with each value."""
+    prefixes = tuple(f"{prefix}_" for prefix in (*prefixes_of(optimizer), "adam", "lion", "sgd"))
+    for name, kind in field_types(EmergingOptimizerConfig).items():
+        if name.startswith(prefixes) or name in ("lr", "weight_decay", "decoupled_weight_decay"):
+            words = CHOICES.get(name, kind.choices)
+            yield from ((name, value) for value in words or NUMBERS.get(kind.type, ()))
+    if optimizer in STANDARD:
+        return
+    # fields that a user's own subclass of the configuration may have
+    for name, parameter in constructor_parameters(entry_of(optimizer).optimizer_cls).items():
+        if isinstance(parameter.default, str) or type_of(parameter.annotation).choices:
+            yield from ((f"{prefixes_of(optimizer)[0]}_{name}", word) for word in WORDS)
+
+
+def start(optimizer: str) -> nn.Linear:
+    layer = nn.Linear(6, 6, bias=False)
+    torch.manual_seed(0)
+    if optimizer == "sinkhorn_muon":
+        nn.init.constant_(layer.weight, 1 / 6)  # doubly stochastic
+    else:
+        nn.init.orthogonal_(layer.weight)  # its columns have unit length
+    return layer
+
+
+def outcome(optimizer: str, fields: dict[str, Any], overrides: Any = None) -> str:
+    """Return the error of a build; empty if it succeeds, and two steps after it."""
+    layer = start(optimizer)
+    config = EmergingOptimizerConfig(optimizer=optimizer, lr=0.01)
+    vars(config).update(fields)
+    try:
+        built = build_optimizer(nn.Sequential(layer), config, overrides)
+    except ConfigurationError as error:
+        return str(error)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        layer.weight.grad = torch.randn(6, 6, generator=generator)
+        built.step()
+    assert layer.weight.isfinite().all(), fields
+    return ""
+
+
+@pytest.mark.parametrize("optimizer", optimizer_names())
+@eager
+def test_what_is_built_steps(optimizer: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    assert not outcome(optimizer, {})
+    tried = refused = 0
+    for name, value in cases(optimizer):
+        error = outcome(optimizer, {name: value})
+        assert not error or repr(value) in error, (name, error)
+        tried, refused = tried + 1, refused + bool(error)
+    assert tried > refused > 0
+
+
+OF_HYPERBALL = {"muon_scale_mode": "adamw_rms", "muon_hyperball_coefficient_type": "custom"}
+
+
+@pytest.mark.parametrize(("name", "value"), OF_HYPERBALL.items())
+def test_an_error_says_what_the_class_knows(name: str, value: str, tmp_path: Any) -> None:
+    error = outcome("muon_hyperball", {name: value})
+    known = coefficient_names() if "coefficient" in name else CHOICES[name]
+    for word in known:
+        assert (word in error.partition(": ")[2]) == (word != value)
+    if name in CHOICES:
+        path = tmp_path / "optimizer.yaml"
+        path.write_text(f"optimizer: muon_hyperball\n{name}: {value}\n")
+        with pytest.raises(ConfigurationError, match=f"{name}='{value}': must be one of"):
+            load_optimizer_config(path)
+
+
+def test_so_do_single_parameters_and_fields_that_only_other_optimizers_have() -> None:
+    override = {"optimizer": "muon_hyperball", "scale_mode": "adamw_rms"}
+    error = outcome("muon", {}, {ParamKey(name="*"): override})
+    assert "'scale_mode'" in error
+    # the field is Muon's here, too, which knows the value
+    fields = {"muon_scale_mode": "adamw_rms"}
+    error = outcome("muon", fields, {ParamKey(name="*"): {"optimizer": "muon_hyperball"}})
+    assert error.startswith("muon_scale_mode='adamw_rms': must be one of shape_scaling, ")
+    assert not outcome("muon", fields)
+
+
+@pytest.mark.parametrize("optimizer", ["scion", "spel"])
+def test_coefficients_that_diverge_in_an_iteration_of_a_class_are_refused(optimizer: str) -> None:
+    name = f"{optimizer}_coefficient_type"
+    error = outcome(optimizer, {name: "cans"})
+    assert error.startswith(f"{name}='cans': diverges with fp32_matmul_prec='medium'")
+    assert not outcome(optimizer, {name: "cans", f"{optimizer}_fp32_matmul_prec": "highest"})
