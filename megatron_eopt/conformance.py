@@ -43,6 +43,7 @@ from megatron_eopt.matrices import Field, Section, Split, gated
 from megatron_eopt.optimizers import update_rule, whole_matrix_rule
 from megatron_eopt.optimizers.host_memory import HostMemory
 from megatron_eopt.optimizers.muon_rule import MuonRule
+from megatron_eopt.routing.plain_names import plain_names
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.wrappers.builders import BUILDERS, OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
@@ -341,8 +342,9 @@ def _saved(name: str, param: Tensor) -> ShardedTensor:
 
 
 def _named(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
+    plain = plain_names(chunk)
     for name, param in chunk.named_parameters():
-        yield name.rpartition("module.")[2], param
+        yield plain[name], param
 
 
 # Ways to store the model

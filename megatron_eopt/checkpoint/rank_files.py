@@ -4,6 +4,7 @@ It has the content of a distributed checkpoint in which this rank's parameters a
 """
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from megatron_eopt.checkpoint.optimizer_state import (
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import Policy
 from megatron_eopt.optimizers.saved_groups import saved_groups
+from megatron_eopt.routing.plain_names import bare
 
 
 def save_rank_file(filename: str, links: Sequence[ChainLink], names: Mapping[Tensor, str]) -> None:
@@ -79,8 +81,8 @@ def _read(path: Path, state: Mapping[str, Any]) -> dict[Any, Any]:
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
         groups = saved_groups(content["common"])
-        state[REQUESTS].adapt(content["shapes"], groups, Policy())
-        wanted, there = state[PARAM_STATE]["values"], content["pieces"]
+        state[REQUESTS].adapt(_unwrapped(content["shapes"]), groups, Policy())
+        wanted, there = state[PARAM_STATE]["values"], _unwrapped(content["pieces"])
         # popped, so that what is left shows a file of another layout or model
         values = {
             place: {number: there.pop(_place(piece)) for number, piece in pieces.items()}
@@ -102,10 +104,17 @@ def _read(path: Path, state: Mapping[str, Any]) -> dict[Any, Any]:
 
 def _model_of(names: Mapping[Tensor, str]) -> dict[str, ShardedTensor]:
     """Return a model state in which this rank's parameters are unsharded."""
+    params = _unwrapped({name: param for param, name in names.items()})
     return {
         name: ShardedTensor.from_rank_offsets(name, param, replica_id=(0, 0, 0))
-        for param, name in names.items()
+        for name, param in params.items()
     }
+
+
+def _unwrapped(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by keys without wrappers, unless these are ambiguous."""
+    counts = Counter(map(bare, named))
+    return {bare(k) if counts[bare(k)] == 1 else k: value for k, value in named.items()}
 
 
 def _place(piece: Piece) -> str:

@@ -49,13 +49,15 @@ def with_names(
     return {**group, GROUP_ID: _SEPARATOR.join(parts)} if GROUP_ID in group else dict(group)
 
 
-def merged_optimizers(group: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...] | None:
+def merged_optimizers(
+    group: Mapping[str, Any], names: Iterable[Iterable[str]]
+) -> tuple[str, ...] | None:
     """Return the optimizers of a saved state dict if torch has merged its groups, else None.
 
-    ``names`` are those of the parameters that are in the group now.
+    ``names`` are those of the parameters that are in the group now, in one or several forms.
     """
     identity = str(group.get(GROUP_ID, "")).split(_SEPARATOR)
-    if len(identity) != 3 or identity[1] == _hash_of(names):
+    if len(identity) != 3 or identity[1] in map(_hash_of, names):
         return None
     return tuple(identity[2].split(","))
 

@@ -36,6 +36,7 @@ from megatron_eopt.optimizers.saved_groups import (
     with_names,
 )
 from megatron_eopt.optimizers.update_rule import set_step
+from megatron_eopt.routing.plain_names import match_names
 
 logger = logging.getLogger(__name__)
 
@@ -139,9 +140,9 @@ class StateDictMatch:
             known = {number: number for number in self._group_of}
         # the matching group of the state dict for each group, None if it has none
         self.twins: list[int | None] = [find_group(group, saved) for group in groups]
-        ours = {target.name for target in self._targets}
-        if given is not None or not ours or known.keys() & ours:
-            self._numbers = known
+        found = match_names((target.name for target in self._targets), known)
+        if given is not None or not self._targets or found:
+            self._numbers = {name: known[its] for name, its in found.items()}
         elif is_named:
             # torch has put them in this optimizer's order, under names of a wrapper
             self._numbers = _by_place(saved, range(len(groups)), targets)
@@ -150,7 +151,9 @@ class StateDictMatch:
             self._numbers = _by_place(saved, self.twins, targets)
             text = "the state dict does not name its parameters: they are matched by order"
             log_single_rank(logger, logging.INFO, text)
-        self._names = {number: name for name, number in self._numbers.items()}
+        # names as they were saved, and as they are here; a wrapper may have come or gone since
+        self._names = {number: name for name, number in known.items()}
+        self._own_names = {number: name for name, number in self._numbers.items()}
 
     def number_of(self, name: str) -> Any:
         """Return the key of a parameter in the state dict; None if it is not in it."""
@@ -218,7 +221,8 @@ class StateDictMatch:
             return SavedState(frozenset(keys))
         optimizer = optimizer_of(group)
         # torch merges groups if their parameters are in one group now
-        names = (self._names.get(its, str(its)) for its in group["params"])
+        params = group["params"]
+        names = ([of.get(its, str(its)) for its in params] for of in (self._names, self._own_names))
         merged = merged_optimizers(group, names)
         if isinstance(number, str) and (merged is not None or optimizer is None):
             optimizers = fitting(merged or self._optimizers, keys)

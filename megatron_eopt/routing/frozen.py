@@ -7,6 +7,8 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import nn
 
+from megatron_eopt.routing.plain_names import plain_paths
+
 logger = logging.getLogger(__name__)
 
 
@@ -28,8 +30,9 @@ class Frozen:
                 n for n, p in module._parameters.items() if p is not None and p.requires_grad
             }
         self._params = [
-            (f"{path}.{leaf}".lstrip("."), ref(module), leaf, ref(param))
+            (f"{plain[path]}.{leaf}".lstrip("."), ref(module), leaf, ref(param))
             for chunk in chunks
+            for plain in [plain_paths(chunk)]
             for path, module in chunk.named_modules()
             for leaf, param in module._parameters.items()
             if param is not None and not param.requires_grad

@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.routing.parameters import tables
-from megatron_eopt.routing.places import plain_paths
+from megatron_eopt.routing.plain_names import plain_paths
 
 OUTPUT_LAYERS = ("lm_head", "*.lm_head", "output", "output_layer", "*.output_layer", "embed_out")
 """Shell-style patterns of the usual module paths of output layers."""
@@ -31,7 +31,7 @@ _FEW = 4  # an output layer has fewer rows than columns by this factor
 
 
 def output_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the output layers of a model by their paths.
+    """Return the output layers of a model by their paths without wrappers.
 
     A pattern may match the path that ``named_modules`` gives, or the path without wrappers such as
     DDP, torch.compile or a module that only contains the model.
@@ -45,6 +45,7 @@ def output_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
     usual = tuple(patterns) == OUTPUT_LAYERS
     holders = _holders_of_tables(model, paths) if usual else set[str]()
     found = {}
+    # of a wrapper and the module in it, the latter comes last
     for path, module in modules.items():
         plain = paths[path]
         inner = plain.removeprefix(root).lstrip(".") if plain.startswith(root) else plain
@@ -52,7 +53,7 @@ def output_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
         of_model = usual and name in _OF_MODELS and above in holders
         names = {path, plain, inner}
         if of_model or any(fnmatch.fnmatchcase(n, p) for n in names for p in patterns):
-            found[path] = module
+            found[plain] = module
     if not found and patterns and not usual:
         rule = "none of these patterns matches the path of a module"
         hint = "Pass the path of the output layer, as model.named_modules() gives it"
@@ -95,7 +96,6 @@ def likely_heads(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, 
     shape of the last linear layer: few rows, or those of the largest table.
     """
     modules, paths = dict(model.named_modules()), plain_paths(model)
-    raw = {plain: path for path, plain in paths.items()}
     embeddings = [module for module in modules.values() if isinstance(module, nn.Embedding)]
     largest = max((m.num_embeddings, m.embedding_dim) for m in embeddings) if embeddings else None
     linears = {path: module for path, module in modules.items() if isinstance(module, nn.Linear)}
@@ -116,10 +116,11 @@ def likely_heads(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, 
         ends_here = path == last and len(words) == len(paths[path].split("."))
         by_name = ends_here and _LAST.fullmatch(words[-1])
         if depth is not None:
-            found.setdefault(raw[".".join(words[: depth + 1])], None)
+            found.setdefault(".".join(words[: depth + 1]), None)
         elif by_name or (ends_here and not has_output and _is_output_like(module, largest)):
-            found.setdefault(path, None)
-    return {path: modules[path] for path in found}
+            found.setdefault(paths[path], None)
+    by_plain = {paths[path]: module for path, module in modules.items()}
+    return {path: by_plain[path] for path in found}
 
 
 def _has(params: Collection[int]) -> Callable[[nn.Module], bool]:

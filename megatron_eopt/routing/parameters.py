@@ -12,14 +12,18 @@ from megatron_eopt.base.place import whole_shape
 from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.routing.global_names import counted_names
 from megatron_eopt.routing.places import Place, places_in
+from megatron_eopt.routing.plain_names import plain_names, tensor_name
 
 
 @dataclass(frozen=True)
 class ModelParameter:
     """One trainable parameter of this rank."""
 
-    name: str  # as ``named_parameters`` of its model chunk gives it
-    matched_name: str  # the same with global layer and expert numbers, which overrides match
+    name: str  # in its model chunk, without wrappers
+    # what overrides match: its name in the whole model, the same with wrappers, and that of the
+    # tensor that it parametrizes
+    matched_names: tuple[str, ...]
+    of_own_module: bool  # whether the model itself, not a wrapper, has a module called ``module``
     chunk: int  # index of its model chunk
     param: torch.nn.Parameter
     is_expert: bool  # whether its gradient is reduced over the expert data-parallel group
@@ -113,15 +117,18 @@ def trainable_parameters(
         places: dict[int, list[Place]] = {}
         for place in places_in(model):
             places.setdefault(id(place.param), []).append(place)
-        counted = counted_names(model)
+        plain, counted = plain_names(model), counted_names(model)
+        wrapped = counted_names(model, with_wrappers=True)
+        own_module = any(name.startswith("module.") for name in plain.values())
         for name, param in model.named_parameters():
             if not param.requires_grad or id(param) in found:
                 continue
             its = places[id(param)]
             marked = id(param) in of_outputs or bool(getattr(param, OUTPUT_ATTRIBUTE, False))
             found[id(param)] = ModelParameter(
-                name=name,
-                matched_name=counted[name],
+                name=plain[name],
+                matched_names=(counted[name], wrapped[name], tensor_name(counted[name])),
+                of_own_module=own_module,
                 chunk=chunk,
                 param=param,
                 is_expert=not getattr(param, "allreduce", True),

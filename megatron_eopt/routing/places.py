@@ -15,8 +15,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from megatron_eopt.base.place import whole_shape
-
-_WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+from megatron_eopt.routing.plain_names import plain_paths
 
 # Parameters that torch's older weight_norm, spectral_norm and pruning put in a weight's place.
 _REPLACED = re.compile(r"(.+)_(g|v|orig)")
@@ -40,7 +39,7 @@ class Place:
     """A parameter of a module; a parameter that is tied has several."""
 
     param: nn.Parameter
-    name: str  # of the parameter, in the model
+    name: str  # of the parameter, without wrappers
     path: str  # of the module, without wrappers
     module: nn.Module  # the layer, not a wrapper or a parametrization
     leaf: str  # name of the tensor that the parameter is, or makes up: "weight"
@@ -88,23 +87,6 @@ def of_megatron(module: nn.Module) -> bool:
     return not roots.isdisjoint({"megatron", "transformer_engine"})
 
 
-def plain_paths(model: nn.Module) -> dict[str, str]:
-    """Return the path of each module without wrappers, by its path in ``named_modules``."""
-    modules = dict(model.named_modules())
-    found = {"": ""}
-    for path in modules:
-        if not path:
-            continue
-        above, _, child = path.rpartition(".")
-        wrapper = modules[above]
-        # DDP and FSDP call their model so; where there are parameters or other children beside it,
-        # it is a layer's own name
-        only_child = child == "module" and len(wrapper._modules) == 1 and not wrapper._parameters
-        is_wrapped = child in _WRAPPED or only_child
-        found[path] = found[above] if is_wrapped else f"{found[above]}.{child}".lstrip(".")
-    return found
-
-
 def places_in(model: nn.Module) -> Iterator[Place]:
     """Yield the places of all parameters of a model, in its order."""
     modules, plain = dict(model.named_modules()), plain_paths(model)
@@ -115,7 +97,7 @@ def places_in(model: nn.Module) -> Iterator[Place]:
         for leaf, param in module._parameters.items():
             if param is None:
                 continue
-            name = f"{path}.{leaf}" if path else leaf
+            name = f"{plain[path]}.{leaf}".lstrip(".")
             if tensor:
                 gain = _is_gain(param, module)
                 yield Place(param, name, plain[host], modules[host], tensor, gain)

@@ -5,6 +5,7 @@ An override maps a ``ParamKey`` to settings for the parameters that the key matc
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from megatron_eopt.config.fields import FieldType
 from megatron_eopt.config.settings import Settings
 from megatron_eopt.config.values import read_value
 from megatron_eopt.routing.parameters import ModelParameter
+from megatron_eopt.routing.plain_names import plain_pattern
 
 _NOT_NEGATIVE = frozenset(
     {"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult", "lr", "weight_decay"}
@@ -138,14 +140,15 @@ def merge(
     said: dict[str, tuple[Any, str]] = {}  # each setting's value, and the label of its key
     labels: set[str] = set()
     for key, override in overrides.items():
-        if not key.matches(parameter.param, parameter.matched_name):
+        if not _matches(key, parameter):
             continue
         label = describe(key)
         labels.add(label)
         for name, value in override.items():
             other, by = said.setdefault(name, (value, label))
             if other != value:
-                rule = f"{parameter.matched_name} matches {by!r}, which sets {other!r}, and "
+                whose = parameter.matched_names[0]
+                rule = f"{whose} matches {by!r}, which sets {other!r}, and "
                 rule += f"{label!r}, which sets {value!r}"
                 hint = "Give both the same value, or let the keys match different parameters"
                 raise ConfigurationError(f"config_overrides[...][{name!r}]", value, rule, hint)
@@ -155,10 +158,17 @@ def merge(
 def unmatched(parameters: Sequence[ModelParameter], overrides: registry.Overrides) -> list[str]:
     """Return descriptions of the keys that match no parameter on this rank."""
     return [
-        describe(key)
-        for key in overrides
-        if not any(key.matches(item.param, item.matched_name) for item in parameters)
+        describe(key) for key in overrides if not any(_matches(key, item) for item in parameters)
     ]
+
+
+def _matches(key: ParamKey, parameter: ModelParameter) -> bool:
+    """Return whether a key matches a parameter, however the model was and is wrapped."""
+    patterns = (key.name,) if isinstance(key.name, str) else key.name
+    plain = (plain_pattern(item, has_module=parameter.of_own_module) for item in patterns)
+    return any(
+        key.matches(parameter.param, name) for name in dict.fromkeys(parameter.matched_names)
+    ) or any(fnmatch(parameter.matched_names[0], item) for item in plain)
 
 
 def with_callers_grouping(

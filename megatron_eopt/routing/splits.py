@@ -27,13 +27,8 @@ from megatron_eopt.matrices import Split, SplitT, checked_shape, local_shape, qk
 from megatron_eopt.matrices import transposed as turned
 from megatron_eopt.routing.fused import GATE_UP, fused_weight, looks_like_heads
 from megatron_eopt.routing.parameters import cut_dimension
-from megatron_eopt.routing.places import (
-    Place,
-    conv_shape,
-    places_in,
-    plain_paths,
-    stores_inputs_first,
-)
+from megatron_eopt.routing.places import Place, conv_shape, places_in, stores_inputs_first
+from megatron_eopt.routing.plain_names import plain_paths
 
 logger = logging.getLogger(__name__)
 

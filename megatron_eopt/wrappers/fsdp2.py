@@ -43,6 +43,7 @@ from megatron_eopt.routing.parameters import (
     tables,
     trainable_parameters,
 )
+from megatron_eopt.routing.plain_names import match_names, plain_paths
 from megatron_eopt.storage.local_tensors import local_of, part_of
 from megatron_eopt.storage.units import take_attributes
 from megatron_eopt.wrappers import megatron_fsdp, megatron_fsdp_v2
@@ -97,22 +98,19 @@ def build_optimizer(
         if not managing:
             check_parameters(trainable_parameters([model]))
         patterns = read_value("output_layers", output_layers, _NAMES)
-        return settings, find_output_layers(named, patterns)
+        return settings, find_output_layers(model, patterns)
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # the root stays unsharded after a forward pass
-    model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     managing = megatron_fsdp.fsdp_modules([model])
     has_units = take_attributes(model.parameters())
     cls: Any = megatron_fsdp_v2.UnitsOptimizer if has_units else DTensorOptimizer
-    # parameter names are those of the user's model, without the wrapper's prefix
-    named: Any = model.module if model in managing else model
     with megatron_fsdp.whole_parameters([model]):
         settings, outputs = raise_together(checked)
         check_alike(settings.config)
-        routing = _route(settings, named, config_overrides, outputs)
-        frozen = Frozen([named])
+        routing = _route(settings, model, config_overrides, outputs)
+        frozen = Frozen([model])
     log_routing(settings, routing)
     if settings.clip_grad and is_rank_0():
         clip = "optimizer.clip_grad_norm" if managing else "torch.nn.utils.clip_grad_norm_"
@@ -124,7 +122,7 @@ def build_optimizer(
     optimizer = raise_together(lambda: build_routed(settings, routing, cls))
     off_load(optimizer, settings)
     emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
-    log_differences(settings, {n: arguments_of(n, settings, [named], None) for n in emerging})
+    log_differences(settings, {n: arguments_of(n, settings, [model], None) for n in emerging})
     optimizer.collects_stats = settings.config.log_optimizer_stats
     optimizer.observe(stats_of(optimizer))
     optimizer.frozen = frozen
@@ -198,10 +196,11 @@ def _marked(params: Iterable[Tensor]) -> Iterator[None]:
 
 def _refuse_sparse(model: nn.Module) -> None:
     """Raise a ConfigurationError if a trainable table has sparse gradients."""
+    paths = plain_paths(model)
     for path, module in model.named_modules():
         is_sparse = isinstance(module, tables()) and getattr(module, "sparse", False)
         if is_sparse and any(param.requires_grad for param in module.parameters()):
-            raise sparse_gradient(f"{path}.sparse".lstrip("."), True)
+            raise sparse_gradient(f"{paths[path]}.sparse".lstrip("."), True)
 
 
 @torch.no_grad()
@@ -233,15 +232,16 @@ def import_torch_muon(
         for param, name in optimizer.names.items()
         if MOMENTUM in optimizer.state[param] and param.dim() > 1
     }
-    if odd := sorted(momenta.keys() - targets.keys()):
+    found = match_names(targets, momenta)
+    if odd := sorted(momenta.keys() - set(found.values())):
         rule = "these parameters have no momentum in this optimizer"
         raise ConfigurationError("state_dict", odd[:8], rule, "Correct the names, or choose Muon")
-    if missing := sorted(targets.keys() - momenta.keys()):
+    if missing := sorted(targets.keys() - found.keys()):
         rule = "the state dict lacks the momentum of these parameters"
         hint = "Choose another optimizer for them with config_overrides"
         raise ConfigurationError("state_dict", missing[:8], rule, hint)
     for name, (param, target) in targets.items():
-        value = momenta[name]
+        value = momenta[found[name]]
         if value.shape != param.shape:
             rule = f"the momentum must have the shape of the parameter, {tuple(param.shape)}"
             raise ConfigurationError(name, tuple(value.shape), rule, "Load a run of this model")

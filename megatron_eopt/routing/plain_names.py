@@ -1,0 +1,98 @@
+"""Names in the user's model, without the components that wrappers add to them.
+
+A wrapper (DDP, FSDP, torch.compile, activation checkpointing, 16-bit weights) holds the user's
+module as a child of its own. Without the child's name, a parameter is called the same however its
+model is wrapped, as in torch's distributed checkpoints.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+from itertools import accumulate
+
+from torch import nn
+
+_PRIVATE = "_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module"
+"""What wrappers of torch and Lightning call the module that they hold."""
+
+_HOLD_MODULE = frozenset(
+    {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}
+    | {"_BaseDataParallel", "Float16Module", "MegatronFSDP"}
+)
+"""Classes of wrappers that call it ``module``, as users may call a module of their own."""
+
+_ADDED = re.compile(rf"(?<!\w)(?:{_PRIVATE}|module)\.")
+
+_PARAMETRIZED = re.compile(r"(?<!\w)parametrizations\.(\w+)\.original$")
+
+
+def plain_paths(model: nn.Module) -> dict[str, str]:
+    """Return the path of each module without wrappers, by its path in ``named_modules``."""
+    held = held_paths(model)
+    return {path: _without(path, held) for path, _ in model.named_modules()}
+
+
+def plain_names(model: nn.Module) -> dict[str, str]:
+    """Return the name of each parameter without wrappers, by its name in ``named_parameters``."""
+    held = held_paths(model)
+    return {name: _without(name, held) for name, _ in model.named_parameters()}
+
+
+def held_paths(model: nn.Module) -> frozenset[str]:
+    """Return the paths of all modules that a wrapper holds."""
+    modules = dict(model.named_modules())
+    found = set()
+    for path in modules:
+        above, _, child = path.rpartition(".")
+        classes = {cls.__name__ for cls in type(modules[above]).__mro__}
+        by_class = child == "module" and not _HOLD_MODULE.isdisjoint(classes)
+        if by_class or re.fullmatch(_PRIVATE, child):
+            found.add(path)
+    return frozenset(found)
+
+
+def words_of(name: str) -> dict[str, str]:
+    """Return the components of a name, each by its path."""
+    words = name.split(".")
+    return dict(zip(accumulate(words, "{}.{}".format), words, strict=True))
+
+
+def _without(name: str, held: Collection[str]) -> str:
+    return ".".join(word for path, word in words_of(name).items() if path not in held)
+
+
+def tensor_name(name: str) -> str:
+    """Return the name of the tensor that a parameter is, or alone parametrizes."""
+    return _PARAMETRIZED.sub(r"\1", name)
+
+
+def plain_pattern(pattern: str, *, has_module: bool) -> str:
+    """Return a pattern of names without the wrappers that it names.
+
+    With ``has_module``, the model has a module that is called ``module`` itself.
+    """
+    plain = re.sub(rf"(?<!\w)(?:{_PRIVATE})\.", "", pattern)
+    return plain if has_module else re.sub(r"^(module\.)+", "", plain)
+
+
+def bare(name: str) -> str:
+    """Return a name, or a key with one, without any component that may be a wrapper's.
+
+    It does not tell a wrapper's ``module`` from a user's, so compare results only with each other.
+    """
+    return _ADDED.sub("", name)
+
+
+def match_names(wanted: Iterable[str], given: Iterable[str]) -> dict[str, str]:
+    """Return the name in ``given`` of each wanted one that is there, however both were wrapped."""
+    names, known = list(wanted), set(given)
+    found = {name: name for name in names if name in known}
+    left = Counter(bare(name) for name in names if name not in found)
+    others: dict[str, list[str]] = {}
+    for name in known.difference(found):
+        others.setdefault(bare(name), []).append(name)
+    for name in names:
+        its = others.get(bare(name), ())
+        if name not in found and left[bare(name)] == len(its) == 1:
+            found[name] = its[0]
+    return found
