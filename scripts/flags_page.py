@@ -18,6 +18,7 @@ from megatron_eopt.arguments.flags import groups
 from megatron_eopt.base.renamed import SETTINGS as RENAMED
 from megatron_eopt.config.config import default_values
 from megatron_eopt.config.fields import field_docs, field_types
+from megatron_eopt.math.coefficients import CoefficientsLike, coefficient_names
 
 MEANINGS = Path(__file__).resolve().parents[1] / "docs" / "reference" / "megatron_fields.yaml"
 HEAD = """\
@@ -108,6 +109,7 @@ class Settings:
             return ", ".join(f"`{text}`" for text in kind.choices)
         words = {bool: "on or off", int: "integer", float: "number", str: "text"}
         words |= {torch.dtype: "`torch.dtype`", tuple[str, ...]: "names"}
+        words[CoefficientsLike] = ", ".join(f"`{n}`" for n in coefficient_names()) + ", or numbers"
         return words.get(kind.type, "object")
 
     def default(self, name: str) -> str:

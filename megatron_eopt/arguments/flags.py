@@ -7,6 +7,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STANDARD_OPTIMIZERS, OptimizerDefaultsT
 from megatron_eopt.math import backend_names, coefficient_names
+from megatron_eopt.math.coefficients import CoefficientsLike
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.config.checks import CHOICES
 from megatron_eopt.config.config import EmergingOptimizerConfig
@@ -19,9 +20,20 @@ def choices_of_trainer_flags() -> dict[str, tuple[str, ...]]:
     names = optimizer_names()
     # resolving a configuration warns of these names
     old = tuple(f"dist_{name}" for name in names if name not in STANDARD_OPTIMIZERS)
-    coefficients, scalars = coefficient_names(), SCALAR_OPTIMIZERS
-    muons = {"muon_coefficient_type": coefficients, "muon_scalar_optimizer": scalars}
-    return {**CHOICES, **muons, "optimizer": (*names, *old)}
+    return {**CHOICES, "muon_scalar_optimizer": SCALAR_OPTIMIZERS, "optimizer": (*names, *old)}
+
+
+def coefficients(text: str) -> CoefficientsLike:
+    """Read ``--muon-coefficient-type``: the name of a set, or three numbers for each triple."""
+    try:
+        numbers = [float(number) for number in text.split(",")]
+        return tuple(zip(*[iter(numbers)] * 3, strict=True))
+    except ValueError:
+        if text not in coefficient_names():
+            names = ", ".join(coefficient_names())
+            rule = f"invalid choice: {text!r} (choose from {names}, or give numbers a,b,c)"
+            raise argparse.ArgumentTypeError(rule) from None
+        return text
 
 
 _OF_NO_FIELD = {

@@ -12,7 +12,13 @@ from typing import Any
 
 from megatron.core import optimizer as megatron_optimizer
 
-from megatron_eopt.arguments.flags import OURS, choices_of_trainer_flags, groups, options
+from megatron_eopt.arguments.flags import (
+    OURS,
+    choices_of_trainer_flags,
+    coefficients,
+    groups,
+    options,
+)
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.imports import import_file
 from megatron_eopt.base.renamed import SETTINGS, new_names
@@ -70,6 +76,8 @@ def _set_choices(parser: argparse.ArgumentParser) -> None:
     choices = choices_of_trainer_flags()
     for action in parser._actions:
         action.choices = choices.get(action.dest, action.choices)
+        if action.dest == "muon_coefficient_type":
+            action.type, action.metavar = coefficients, "NAME|A,B,C"
 
 
 def _import_files(argv: Sequence[str] | None) -> None:

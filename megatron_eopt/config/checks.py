@@ -239,7 +239,7 @@ def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
 def check_alike(config: Any) -> None:
     """Raise a ConfigurationError on all ranks if their configurations differ; collective."""
     # other values, such as timers and types, may differ as objects while they mean the same
-    comparable = int | float | str | None
+    comparable = (int, float, str, tuple, type(None))
     mine = {n: v for n, v in sorted(vars(config).items()) if isinstance(v, comparable)}
     if mine.get("muon_backend") == "auto":
         # the choice depends on the packages installed on a host

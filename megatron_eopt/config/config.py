@@ -25,6 +25,7 @@ from megatron_eopt.base.names import (
 )
 from megatron_eopt.base.renamed import SETTINGS, TakesOldNames, alias, new_names
 from megatron_eopt.math import AlgorithmT
+from megatron_eopt.math.coefficients import CoefficientsLike
 from megatron_eopt.math.low_precision import MomentumDtypeT
 from megatron_eopt.math.moments import Moment2MethodT
 
@@ -47,6 +48,10 @@ class EmergingOptimizerConfig(OptimizerConfig, metaclass=TakesOldNames):
     """How to orthogonalize a tensor-parallel matrix: "auto" picks the cheapest of "duplicated",
     "distributed" and "exchange", which give the unsharded matrix's update. "blockwise" treats each
     shard as a matrix, which changes the update."""
+
+    muon_coefficient_type: CoefficientsLike = "quintic"
+    """Newton-Schulz coefficients: the name of a set, or your own ``(a, b, c)``, or a list of such
+    triples, which steps use in turn. The flag takes ``a,b,c`` or ``a,b,c,a,b,c``, and so on."""
 
     muon_lr: float | None = None
     """Peak learning rate of Muon and its variants; by default ``lr``, which Adam also uses."""

@@ -17,6 +17,7 @@ from megatron_eopt.base.errors import ConfigurationTypeError, check_choice
 from megatron_eopt.base.renamed import new_names
 from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.fields import FieldType, field_types, type_of
+from megatron_eopt.math.coefficients import KINDS, CoefficientsLike, own_triples
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 """Data types by their names in the trainer's flags."""
@@ -66,7 +67,12 @@ def read_config(config: Any) -> Any:
         if given is not _NO:
             found = read_value(name, given, kind)
             # a whole number serves as any number
-            if type(found) is not type(given) and not (kind.type is float and type(given) is int):
+            is_number = kind.type is float and type(given) is int
+            # as text, because items may be arrays, whose comparison is an array
+            is_same = type(found) is type(given) and (
+                not isinstance(found, tuple) or repr(found) == repr(given)
+            )
+            if not (is_same or is_number):
                 values[name], is_read = found, False
     if is_read:
         return config
@@ -84,11 +90,12 @@ def read_fields(config_cls: type, values: Mapping[str, object]) -> dict[str, Any
 def _kinds_of(config_cls: type) -> Mapping[str, FieldType]:
     """Return the types of a class's fields, of its base if they cannot be found out, and of ours.
 
-    Callers may set our fields on megatron-core's class, too.
+    Callers may set our fields on megatron-core's class, too, and its fields to our values.
     """
     for cls in config_cls.__mro__:
         try:
-            return {**field_types(EmergingOptimizerConfig), **field_types(cls)}
+            own, ours = field_types(cls), field_types(EmergingOptimizerConfig)
+            return own if issubclass(cls, EmergingOptimizerConfig) else {**own, **ours}
         except NameError:  # a local class's annotations that are strings
             continue
     raise AssertionError("OptimizerConfig itself has types")
@@ -122,12 +129,18 @@ def _dtype(value: object) -> Any:
     return value if isinstance(value, torch.dtype) else _NO
 
 
+def _coefficients(value: object) -> Any:
+    triples = own_triples(value)
+    return _str(value) if triples is None else triples
+
+
 _READERS: dict[Any, Callable[[object], Any]] = {
     bool: _bool,
     float: _float,
     int: _int,
     str: _str,
     torch.dtype: _dtype,
+    CoefficientsLike: _coefficients,
 }
 
 _WORDS = {
@@ -136,6 +149,7 @@ _WORDS = {
     int: ("an integer", "Give a whole number"),
     str: ("a string", "Give a name"),
     torch.dtype: ("a data type", f"Give a torch.dtype, or one of {', '.join(DTYPES)}"),
+    CoefficientsLike: KINDS,
 }
 
 

@@ -8,17 +8,27 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from megatron_eopt.base.errors import ConfigurationError, check_choice, check_integer
+import numpy as np
+
+from megatron_eopt.base.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    check_choice,
+    check_integer,
+)
 from megatron_eopt.base.upstream import require_upstream
 
 Triple = tuple[float, float, float]
 """Coefficients ``(a, b, c)`` of one step."""
 
-CoefficientsLike = str | Sequence[Sequence[float]]
-"""Name of a coefficient set, or your own triples."""
+type CoefficientsLike = str | Sequence[float] | Sequence[Sequence[float]]
+"""Name of a coefficient set, your own triple for all steps, or several, which steps use in turn."""
 
 # Sets that emerging-optimizers' iteration extends by their last triple; it cycles the others.
 _REPEAT_LAST = ("polar_express", "cans", "deepseekv4")
+
+KINDS = "the name of a set, or triples of numbers", "Give (a, b, c), or a list of such triples"
+"""What coefficients must be, and what to do, for errors."""
 
 DIVERGED = 1e3
 """A schedule that takes a singular value from (0, 1] beyond this counts as divergent."""
@@ -41,6 +51,21 @@ def table(name: str) -> tuple[Triple, ...]:
     return tuple((float(a), float(b), float(c)) for a, b, c in rows)
 
 
+def own_triples(coefficients: object) -> tuple[Triple, ...] | None:
+    """Return coefficients of one's own: a triple, or a sequence of triples; None if they are not.
+
+    Numbers may be of any library.
+    """
+    try:
+        rows = np.asarray(coefficients)
+    except ValueError:  # rows of different lengths
+        return None
+    is_triples = rows.ndim in (1, 2) and rows.shape[-1] == 3 and rows.size > 0
+    if rows.dtype.kind not in "iuf" or not is_triples:
+        return None
+    return tuple((a, b, c) for a, b, c in rows.reshape(-1, 3).astype(float).tolist())
+
+
 def check_steps(argument: str, steps: object) -> None:
     """Raise unless ``steps`` is a valid number of iterations; messages call it ``argument``."""
     check_integer(argument, steps, at_most=_MOST_STEPS)
@@ -58,14 +83,17 @@ def resolve_coefficients(
     Raises:
         ConfigurationError: If the name is unknown, ``steps`` is not within 1 to 1000, or your own
             set diverges on singular values in (0, 1].
-        ConfigurationTypeError: If ``steps`` is not an integer.
+        ConfigurationTypeError: If ``steps`` is not an integer, or ``coefficients`` are neither a
+            name nor triples of numbers.
     """
     check_steps("steps", steps)
-    if not isinstance(coefficients, list | tuple) or not coefficients:
+    if isinstance(coefficients, str):
         check_choice(argument, coefficients, coefficient_names())
-        name = str(coefficients)
-        return _schedule(table(name), steps, "repeat_last" if name in _REPEAT_LAST else "cycle")
-    triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
+        mode = "repeat_last" if coefficients in _REPEAT_LAST else "cycle"
+        return _schedule(table(coefficients), steps, mode)
+    triples = own_triples(coefficients)
+    if triples is None:
+        raise ConfigurationTypeError(argument, coefficients, f"must be {KINDS[0]}", KINDS[1])
     schedule = _schedule(triples, steps, "cycle")
     worst = largest(schedule, _FLOAT32_ROUNDING)
     # written so that nan is an error, too

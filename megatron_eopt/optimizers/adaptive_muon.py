@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
 from megatron_eopt.base.names import TpModeT
+from megatron_eopt.math.coefficients import CoefficientsLike
 from megatron_eopt.math.moments import MOMENT2_METHODS, Moment2MethodT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.adaptive_rule import RULES, AdaptiveMuonRule
@@ -62,7 +63,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         is_qkv_fn: Callable[[Tensor], bool] | None = None,
         qkv_split_shapes: list[int] | None = None,
         fp32_matmul_prec: str = "medium",
-        coefficient_type: str = "quintic",
+        coefficient_type: CoefficientsLike = "quintic",
         num_ns_steps: int = 5,
         scale_mode: str = "spectral",
         extra_scale_factor: float = 1.0,

@@ -16,6 +16,7 @@ from megatron_eopt.base.errors import ConfigurationError, check_choice, check_nu
 from megatron_eopt.base.names import DEFAULT_MATRIX_BUFFER_MB, SMALLEST_MATRIX_BUFFER_MB, TpModeT
 from megatron_eopt.base.renamed import takes_old_arguments
 from megatron_eopt.math.algorithm import AlgorithmT
+from megatron_eopt.math.coefficients import CoefficientsLike
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES, MomentumDtypeT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import DEFAULT_EPS, Orthogonalization
@@ -74,7 +75,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         qkv_split_shapes: Rows of Q, K and V in one query group, for parameters without an
             attribute ``qkv_split_shapes``.
         fp32_matmul_prec: "highest" (float32), "high" (TF32) or "medium" (16-bit products).
-        coefficient_type: Name of the iteration's coefficient set, or your own triples.
+        coefficient_type: Name of the iteration's coefficient set, or your own ``(a, b, c)``, or a
+            list of such triples, which steps use in turn.
         num_ns_steps: Steps of the Newton-Schulz iteration, at least 1.
         scale_mode: How the update is scaled to the shape of the whole matrix.
         extra_scale_factor: A further factor on the update, above 0.
@@ -122,7 +124,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         is_qkv_fn: Callable[[Tensor], bool] | None = None,
         qkv_split_shapes: list[int] | None = None,
         fp32_matmul_prec: str = "medium",
-        coefficient_type: str = "quintic",
+        coefficient_type: CoefficientsLike = "quintic",
         num_ns_steps: int = 5,
         scale_mode: str = "spectral",
         extra_scale_factor: float = 1.0,

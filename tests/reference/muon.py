@@ -1,6 +1,7 @@
 """Muon's update in float64, matrix by matrix, straight from its definition."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import _COEFFICIENT_SETS
@@ -8,9 +9,13 @@ from emerging_optimizers.orthogonalized_optimizers.muon_utils import _COEFFICIEN
 Matrix = np.ndarray
 
 
-def newton_schulz(matrix: Matrix, steps: int = 5, coefficients: str = "quintic") -> Matrix:
-    """Orthogonalize by X <- a X + b (X X^T) X + c (X X^T)^2 X from X = G / |G|."""
-    triples = _COEFFICIENT_SETS[coefficients]
+def newton_schulz(matrix: Matrix, steps: int = 5, coefficients: Any = "quintic") -> Matrix:
+    """Orthogonalize by X <- a X + b (X X^T) X + c (X X^T)^2 X from X = G / |G|.
+
+    ``coefficients`` are the name of a set, or triples.
+    """
+    named = isinstance(coefficients, str)
+    triples = _COEFFICIENT_SETS[coefficients] if named else coefficients
     x = matrix.astype(np.float64)
     x = x / max(np.linalg.norm(x), 1e-7)
     for step in range(steps):

@@ -14,11 +14,16 @@ from torch import nn
 
 from megatron_eopt import ConfigurationError, ConfigurationTypeError, EmergingOptimizerConfig
 from megatron_eopt.arguments import config_from_args
-from megatron_eopt.config.config_file import ALLOWED, read_optimizer_file
+from megatron_eopt.config.config_file import (
+    ALLOWED,
+    load_optimizer_config,
+    read_optimizer_file,
+)
 from megatron_eopt.config.fields import field_types
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.config.values import DTYPES, read_config
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.math.coefficients import CoefficientsLike
 from tests.unit.arguments.test_arguments import parse
 
 FIELDS = field_types(EmergingOptimizerConfig)
@@ -52,6 +57,7 @@ MEANINGS: dict[Any, list[tuple[Any, Any]]] = {
     float: [*((n, n) for n in (0, 1, 3, 2.0, 2.5)), (float("inf"), float("inf"))],
     str: [(text, text) for text in ("false", "yes", "0.5", "3", "muon", "fp32")],
     torch.dtype: [("fp32", torch.float32)],
+    CoefficientsLike: [(text, text) for text in ("false", "yes", "0.5", "3", "muon", "fp32")],
     tuple[str, ...]: [
         *((text, (text,)) for text in ("false", "yes", "0.5", "3", "muon", "fp32")),
         ([], ()),
@@ -136,6 +142,59 @@ def test_a_missing_value_names_field_and_hint(cls: type, name: str) -> None:
     setattr(config, name, None)
     with pytest.raises(ConfigurationTypeError, match=rf"^{name}=None .*number.*or leave it out"):
         resolve(config)
+
+
+ONE, TWO = (3.4445, -4.775, 2.0315), (2.0, -1.5, 0.5)
+COEFFICIENTS = {
+    # in Python and in a file, as a flag, and what it means
+    "a name": ("aol", "aol", "aol"),
+    "a triple": (ONE, "3.4445,-4.775,2.0315", (ONE,)),
+    "a list": ([*ONE], "3.4445,-4.775,2.0315", (ONE,)),
+    "triples": ([ONE, [*TWO]], "3.4445,-4.7750,2.0315,2,-1.5,0.5", (ONE, TWO)),
+    "whole numbers": ((3, -3, 1), "3,-3,1", ((3.0, -3.0, 1.0),)),
+}
+
+
+@pytest.mark.parametrize("case", COEFFICIENTS)
+def test_coefficients_mean_the_same_from_everywhere(case: str, tmp_path: Path) -> None:
+    value, flag, meaning = COEFFICIENTS[case]
+    name, path = "muon_coefficient_type", tmp_path / "optimizer.yaml"
+    for cls in (OptimizerConfig, EmergingOptimizerConfig):
+        assert from_python(cls, name, value) == meaning
+        assert (
+            getattr(resolve(cls(optimizer="muon", lr=0.1, **{name: value})).config, name) == meaning
+        )
+    written = value if isinstance(value, str) else np.asarray(value).tolist()
+    path.write_text(yaml.safe_dump({"optimizer": "muon", name: written}))
+    assert getattr(load_optimizer_config(path), name) == meaning
+    flags = ("--optimizer", "muon", "--muon-coefficient-type", flag)
+    both = (*flags, "--optimizer-config", str(path))
+    for given in (flags, both):
+        assert getattr(config_from_args(parse(*given))[0], name) == meaning
+
+
+@pytest.mark.parametrize("flag", ["quintik", "1,2", "1,2,x", ""])
+def test_a_flag_says_which_coefficients_there_are(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse("--optimizer", "muon", f"--muon-coefficient-type={flag}")
+    error = capsys.readouterr().err
+    assert f"invalid choice: {flag!r} (choose from simple, quintic, " in error
+    assert "or give numbers a,b,c" in error
+
+
+def test_coefficients_that_diverge_are_refused_from_everywhere(tmp_path: Path) -> None:
+    name, value, path = "muon_coefficient_type", (30.0, 20.0, 10.0), tmp_path / "optimizer.yaml"
+    path.write_text(f"optimizer: muon\n{name}: [30, 20, 10]\n")
+    flags = ("--optimizer", "muon", "--muon-coefficient-type", "30,20,10")
+    for read in (
+        lambda: EmergingOptimizerConfig(optimizer="muon", lr=0.1, muon_coefficient_type=value),
+        lambda: load_optimizer_config(path),
+        lambda: config_from_args(parse(*flags))[0],
+    ):
+        with pytest.raises(ConfigurationError, match=f"{name}=.*it diverges"):
+            resolve(read())
 
 
 def test_one_name_is_a_sequence_of_one() -> None:

@@ -46,13 +46,16 @@ def refusals():
     of_ranks = refused(make_model("fsdp"), config(lr=0.1 * (1 + dist.get_rank())))
     plain = make_model("fsdp")
     plain.extra = torch.nn.Linear(4, 4)
-    return of_ranks, refused(plain, config())
+    triple = (2.0, -1.5, 0.5 - 0.1 * dist.get_rank())
+    coefficients = refused(make_model("fsdp"), config(muon_coefficient_type=triple))
+    return of_ranks, coefficients, refused(plain, config())
 
 
 def test_ranks_that_differ_and_parameters_beside_the_mesh():
-    for of_ranks, plain in run_ranks(2, refusals, cpu=False):
-        assert "lr=" in of_ranks
-        assert "is not the same on all ranks" in of_ranks
+    for *of_ranks, plain in run_ranks(2, refusals, cpu=False):
+        for name, error in zip(("lr=", "muon_coefficient_type=(("), of_ranks, strict=True):
+            assert name in error
+            assert "is not the same on all ranks" in error
         assert plain.startswith("extra.weight=(4, 4): is a plain tensor among DTensors")
 
 

@@ -1,8 +1,11 @@
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.math.coefficients import coefficient_names, resolve_coefficients, table
 from megatron_eopt.math.orthogonalize import orthogonalize
 from tests.unit.math.spectra import relative_error
@@ -22,7 +25,17 @@ def test_schedules_of_any_length_behave_as_emerging_optimizers(name: str, extra:
 def test_a_set_of_ones_own_starts_again_after_its_last_triple() -> None:
     first, second = (2.0, -1.5, 0.5), (1.875, -1.25, 0.375)
     assert resolve_coefficients([first, second], 3) == (first, second, first)
-    assert resolve_coefficients([list(first)], 2) == (first, first)
+    for one in ([list(first)], first, np.array(first), torch.tensor([first])):
+        assert resolve_coefficients(one, 2) == (first, first)
+    assert resolve_coefficients((3, -3, 1), 1) == ((3.0, -3.0, 1.0),)
+
+
+@pytest.mark.parametrize(
+    "other", [(1.0, 2.0), [(2.0, -1.5, 0.5), (1.0,)], (), 3, None, {1.0: 2}, (True, False, True)]
+)
+def test_what_is_neither_a_name_nor_triples_is_refused(other: Any) -> None:
+    with pytest.raises(ConfigurationTypeError, match=r"coefficients=.*Give \(a, b, c\), or a list"):
+        resolve_coefficients(other, 5)
 
 
 def test_a_set_that_diverges_is_refused() -> None:

@@ -26,6 +26,7 @@ ADAMUON, NORMUON, NAMO = (
     MUON | {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": name}
     for name in ("adamuon", "normuon", "namo")
 )
+TRIPLES = ((3.0, -3.2, 1.2), (2.0, -1.5, 0.5))
 PER_HEAD = {"muon_split_per_head": True}
 
 
@@ -111,6 +112,7 @@ CASES = named(
     Case(MUON, {"muon_nesterov": True}),
     Case(MUON, {"muon_num_ns_steps": 3}),
     *(Case(MUON, {"muon_coefficient_type": name}) for name in ("simple", "polar_express", "aol")),
+    Case(MUON, {"muon_coefficient_type": TRIPLES}),
     *(
         Case(MUON, {"muon_scale_mode": name})
         for name in ("unit_rms_norm", "shape_scaling", "adamw_rms")
