@@ -17,6 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -303,13 +304,17 @@ def with_adam(args: argparse.Namespace, flags: list[str]) -> str:
 def report(out: Path, next_command: str) -> None:
     """Print the held-out loss and where to look next, and draw the loss curve."""
     curves = scalars(out / "tensorboard")
-    plot(curves, out / "loss.png")
     train_loss, held_out = curves["lm loss"], curves["lm loss validation"]
     print(f"\nFirst training loss: {train_loss[min(train_loss)]:.4f}")
     if held_out:
         last = max(held_out)
         print(f"Held-out loss: {held_out[last]:.4f} (nats per byte, step {last})")
-    print(f"Loss curve: {out / 'loss.png'}    TensorBoard: tensorboard --logdir {out}")
+    curve = ""
+    # the extra "plots" of this package
+    if find_spec("matplotlib") is not None:
+        plot(curves, out / "loss.png")
+        curve = f"Loss curve: {out / 'loss.png'}    "
+    print(f"{curve}TensorBoard: tensorboard --logdir {out}")
     print(f"Next: the same run with Adam: {next_command}")
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check import report
-from benchmarks.gpu_check.plan import SECTIONS
+from benchmarks.gpu_check.plan import MINUTES, SECTIONS
 from benchmarks.gpu_check.runner import Document, Run
 from benchmarks.gpu_check.wheels import WheelsError, install
 from benchmarks.machine import ROOT
@@ -46,8 +46,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--results", type=Path, metavar="FILE", help=text)
     text = "install the wheels of this folder to OUT/site and prefer them to installed packages"
     parser.add_argument("--wheels", type=Path, metavar="DIR", help=text)
-    text = "time limit; sections without time are reported as not run (default: 9)"
-    parser.add_argument("--minutes", type=float, default=9.0, metavar="N", help=text)
+    text = f"time limit; sections without time are reported as not run (default: {MINUTES:g})"
+    parser.add_argument("--minutes", type=float, default=MINUTES, metavar="N", help=text)
     parser.add_argument(
         "--only", nargs="+", choices=names, default=names, metavar="SECTION", help="run these"
     )

@@ -20,18 +20,22 @@ class Section(NamedTuple):
 SECTIONS = (
     Section("kernels", 90, "compare our kernels with torch's functions, and time them"),
     Section("step", 150, "time a step against megatron-core's optimizers, and split its time"),
-    Section("no_sync", 60, "list where the host waits for the GPU during a step"),
-    Section("overlap", 90, "compare steps beside the backward pass with serial ones"),
-    Section("off_load", 60, "compare steps with state in host memory with those without"),
-    Section("replay", 90, "run the step of one rank of a large job, beside its plan and others'"),
-    Section("newton_schulz", 60, "time all back ends of Newton-Schulz"),
+    Section("no_sync", 45, "list where the host waits for the GPU during a step"),
+    Section("overlap", 75, "compare steps beside the backward pass with serial ones"),
+    Section("off_load", 45, "compare steps with state in host memory with those without"),
+    Section("replay", 75, "run the step of one rank of a large job, beside its plan and others'"),
+    Section("newton_schulz", 45, "time all back ends of Newton-Schulz"),
     Section("reference", 90, "compare one step with float64 on the CPU, in float32 and bfloat16"),
     Section("layouts", 120, "compare updates at all layouts that fit the GPUs"),
     Section("cuda_graph", 60, "capture orthogonalization and steps in CUDA graphs and replay them"),
     Section("memory", 90, "compare measured memory with the optimizer's own count"),
     Section("quickstart", 150, "train the quickstart and check that its loss falls"),
 )
-"""In the order in which they run; the first seven answer most."""
+"""In the order in which they run; the first :data:`FIRST` answer most, and fit the time limit."""
+
+FIRST = 7
+MINUTES = 9.0
+"""The command's time limit, unless ``--minutes`` says another."""
 
 NEEDED = {
     "torch": "torch",
@@ -46,7 +50,8 @@ NEEDED = {
     "einops": "einops",
     "omegaconf": "omegaconf",
     "tqdm": "tqdm",
+    "packaging": "packaging",
     "tensorboard": "tensorboard",
-    "matplotlib": "matplotlib",
+    "google.protobuf": "protobuf",
 }
 """Modules that sections import, with the packages that provide them."""

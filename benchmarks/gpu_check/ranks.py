@@ -21,6 +21,8 @@ from megatron_eopt.cpu import Device
 from tests.harness.scene import forget_megatron
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+COUNTS = ("1", "8")
+"""The values that trainers use: one can hold up kernels behind a stream that waits."""
 
 
 def ranks_on(device: Device) -> OnRanks:

@@ -2,8 +2,8 @@
 
 import json
 import os
+import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_check.context import Context, Outcome
-from benchmarks.gpu_check.plan import SECTIONS
+from benchmarks.gpu_check.plan import FIRST, MINUTES, NEEDED, SECTIONS
 from benchmarks.gpu_check.profile import split_of
 from benchmarks.gpu_check.ranks import CONNECTIONS, ranks_on
 from benchmarks.gpu_check.section import outcome_of
@@ -19,6 +19,7 @@ from benchmarks.gpu_check.sections import newton_schulz, step
 from benchmarks.machine import ROOT
 from megatron_eopt.base import gpu
 from tests.harness import run_ranks
+from tests.harness.bare import bare_python
 from tests.harness.tiers import mostly_long
 
 
@@ -58,15 +59,31 @@ USUAL = ["step", "replay", "cuda_graph"]
 OTHERS = [section.name for section in SECTIONS if section.name not in USUAL]
 
 
+WHEELS = set(NEEDED.values()) - {"torch"}
+
+
+def test_the_page_lists_the_wheels_that_a_bare_machine_needs():
+    page = (ROOT / "docs/how_to/clusters.md").read_text()
+    (command,) = re.findall(r"pip wheel --no-deps --wheel-dir wheels ((?:.*\\\n)*.*)", page)
+    named = {word.partition("==")[0] for word in command.replace("\\", " ").split()}
+    assert named == WHEELS
+
+
 @pytest.mark.parametrize("sections", mostly_long([USUAL, OTHERS], USUAL), ids=" ".join)
 @pytest.mark.timeout(900)
-def test_what_runs_on_a_gpu_has_been_rehearsed_on_a_cpu(tmp_path, sections):
-    command = [sys.executable, "-P", "-m", "benchmarks.gpu_check", "--rehearse"]
+def test_what_runs_on_a_gpu_has_been_rehearsed_on_a_cpu_with_these_wheels_alone(tmp_path, sections):
+    python = bare_python(tmp_path / "bare", WHEELS)
+    command = [str(python), "-P", "-m", "benchmarks.gpu_check", "--rehearse"]
     command += ["--out", str(tmp_path), "--only", *sections]
     environment = {**os.environ, "MEGATRON_EOPT_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert done.stdout.count(": passed after ") == len(sections)
+
+
+def test_the_first_sections_fit_the_time_limit():
+    # a quarter of a minute for what describes the machine and for the starts of sections
+    assert sum(section.limit_s for section in SECTIONS[:FIRST]) + 15 <= 60 * MINUTES
 
 
 @pytest.mark.parametrize("backends", [0, 2])
@@ -119,7 +136,8 @@ def test_waits_of_the_host_are_problems_but_for_adaptive_muons_norm(context):
 @pytest.mark.timeout(900)
 def test_the_command_runs_all_sections(tmp_path):
     command = [str(ROOT / "scripts" / "gpu_check.sh"), "--out", str(tmp_path), "--minutes", "13"]
-    environment = {**os.environ, "MEGATRON_EOPT_DEVICE": "cpu", "PYTHON": sys.executable}
+    python = bare_python(tmp_path / "bare", WHEELS)
+    environment = {**os.environ, "MEGATRON_EOPT_DEVICE": "cpu", "PYTHON": str(python)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     results = json.loads((Path(tmp_path) / "results.json").read_text())

@@ -1,8 +1,4 @@
-"""Compare steps beside the backward pass with serial ones, to the bit, and time both.
-
-``CUDA_DEVICE_MAX_CONNECTIONS`` can hold up kernels behind a stream that waits, so both values that
-trainers use are measured.
-"""
+"""Compare steps beside the backward pass with serial ones, to the bit, and time both."""
 
 import os
 import statistics
@@ -14,7 +10,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from benchmarks.gpu_check.context import Context, Outcome
 from benchmarks.gpu_check.models import LARGE, batch_of, gpt, settings, with_rates
-from benchmarks.gpu_check.ranks import CONNECTIONS
+from benchmarks.gpu_check.ranks import CONNECTIONS, COUNTS
 from benchmarks.rounds import milliseconds
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from tests.harness.megatron import initialize_megatron
@@ -24,7 +20,6 @@ SMALL: dict[str, Any] = {"hidden": 32, "heads": 4, "query_groups": 2, "layers": 
 STEPS, SMALL_STEPS = 12, 3
 BUCKET, SMALL_BUCKET = 25_000_000, 3_000
 """Elements of a bucket, of which every model has several."""
-COUNTS = ("1", "8")
 
 
 def run(context: Context) -> Outcome:

@@ -2,9 +2,12 @@
 
 import contextlib
 import gc
+import os
 import statistics
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron.core.optimizer import OptimizerConfig
@@ -13,6 +16,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from benchmarks.gpu_check.context import Context, Outcome
 from benchmarks.gpu_check.models import LARGE, give_gradients, gpt, settings, with_rates
 from benchmarks.gpu_check.profile import split_of_step
+from benchmarks.gpu_check.ranks import CONNECTIONS, COUNTS
 from benchmarks.optimizer_step.arms import OURS, STOCK, Arm, wrapped_for
 from benchmarks.rounds import measured, milliseconds, ratios, slowest
 from megatron_eopt import EmergingOptimizerConfig
@@ -34,13 +38,13 @@ TOLERANCE = 0.05
 the same iteration. It comes from bfloat16 rounding in another order of summation."""
 
 
-MUON, SAME, PLAIN = "muon", "muon, stock's iteration", "stock muon, plain"
+MUON, SAME, PLAIN, ADAM = "muon", "muon, stock's iteration", "stock muon, plain", "adam"
 ARMS = (
     Arm(MUON, OURS, EmergingOptimizerConfig, "auto", "fragments"),
     Arm(SAME, OURS, OptimizerConfig, "auto", "fragments"),
     Arm(PLAIN, STOCK, OptimizerConfig, "duplicated"),
     Arm("stock muon, layer-wise", STOCK, OptimizerConfig, "duplicated", "padded"),
-    Arm("adam", OURS, EmergingOptimizerConfig, "auto", "fragments", "adam"),
+    Arm(ADAM, OURS, EmergingOptimizerConfig, "auto", "fragments", "adam"),
     Arm("stock adam", STOCK, OptimizerConfig, "duplicated", "fragments", "adam"),
 )
 
@@ -65,6 +69,9 @@ def run(context: Context) -> Outcome:
     for groups in (large["query_groups"], large["heads"]):
         with outcome.noting(f"{groups} query groups"):
             _time(large | {"query_groups": groups}, context, outcome)
+    if outcome.skipped is None:
+        with outcome.noting("connections"):
+            _with_connections(large, context, outcome)
     return outcome
 
 
@@ -97,6 +104,28 @@ def _time(model: dict[str, Any], context: Context, outcome: Outcome) -> None:
     told = (f"{name} {statistics.median(times[name]):.3g}" for name in names)
     headline = f"{model['query_groups']} query groups, ms of a step: {', '.join(told)}"
     outcome.headline = "; ".join(filter(None, (outcome.headline, headline)))
+
+
+def _with_connections(model: dict[str, Any], context: Context, outcome: Outcome) -> None:
+    """Time ours and Adam with the connections that the other arms have not run with."""
+    others = [count for count in COUNTS if count != os.environ.get(CONNECTIONS)]
+    is_on_gpu = context.device == "cuda"
+    for count in others if is_on_gpu else others[:1]:
+        # on a CPU it has no effect, and another value would cost a new process
+        with patch.dict(os.environ, {CONNECTIONS: count} if is_on_gpu else {}):
+            job = (model, ROUNDS if is_on_gpu else SMALL_ROUNDS, (MUON, ADAM))
+            ranks = context.on_ranks(context.ranks, times_of, *job)
+        found = {name: statistics.median(slowest([r[name] for r in ranks])) for name in ranks[0]}
+        outcome.figures.setdefault("connections", {})[count] = found
+        told = ", ".join(f"{name} {value:.3g}" for name, value in found.items())
+        outcome.headline += f"; with {count} connections: {told}"
+
+
+def times_of(model: dict[str, Any], rounds: int, names: Sequence[str]) -> dict[str, list[float]]:
+    """Return this rank's milliseconds of the arms of these names."""
+    initialize_megatron()
+    steps = {arm.name: partial(_step, *_made(arm, model)) for arm in ARMS if arm.name in names}
+    return measured(steps, rounds, WARM_UP)
 
 
 def times_and_weights(model: dict[str, Any], rounds: int) -> dict[str, Any]:
