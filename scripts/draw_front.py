@@ -44,18 +44,21 @@ def draw_losses(axes: Axes) -> None:
     axes.legend(frameon=False)
 
 
-def draw_bars(axes: Axes, title: str, unit: str, bars: dict[str, tuple[float, str]]) -> None:
+def draw_bars(
+    axes: Axes, title: str, place: str, unit: str, bars: dict[str, tuple[float, str]]
+) -> None:
     """Draw a labelled bar for each name; ``bars`` has its value and color."""
     values = [value for value, _ in bars.values()]
     drawn = axes.barh(list(bars), values, color=[color for _, color in bars.values()], height=0.6)
     axes.bar_label(drawn, [f"{value:.2g} {unit}" for value in values], padding=3)
-    axes.set(title=title, xticks=[], xlim=(0, max(values) * 1.35))
+    axes.set(title=title, xlabel=place, xticks=[], xlim=(0, max(values) * 1.35))
     axes.spines["bottom"].set_visible(False)
     axes.invert_yaxis()
 
 
 def draw(target: Path) -> None:
-    sections = data("gpu_check")["sections"]
+    found = data("gpu_check")
+    sections, place = found["sections"], f"one H100, commit {found['machine']['commit']}"
     times = sections["step"]["figures"]["milliseconds"]
     standing = {
         name: sections["memory"]["figures"][name][0]["standing"] / 1e9 for name in ("adam", "muon")
@@ -68,9 +71,9 @@ def draw(target: Path) -> None:
         "Muon": (times["muon"], OURS),
         "Megatron's\nMuon": (times["stock muon, layer-wise"], OTHER),
     }
-    draw_bars(axes[1], "Optimizer step, one H100", "ms", milliseconds)
+    draw_bars(axes[1], "Optimizer step", place, "ms", milliseconds)
     memory = {"Muon": (standing["muon"], OURS), "Adam": (standing["adam"], OTHER)}
-    draw_bars(axes[2], "Training memory, one H100", "GB", memory)
+    draw_bars(axes[2], "Training memory", place, "GB", memory)
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
     target.parent.mkdir(parents=True, exist_ok=True)
