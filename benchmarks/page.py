@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks import checkpoints, wire
+from benchmarks import checkpoints, compiled, wire
 from benchmarks.about import table
 from benchmarks.machine import commit
 from benchmarks.optimizer_step import measure
@@ -149,6 +149,14 @@ Gaps between kernels are left out, and tiles on the diagonal of symmetric result
 computed whole, which takes about 0.5 ms. The groups are query groups. The last two rows are bounds:
 Adam's pass and three quarters of the directions run on side streams.
 
+## Compiled kernels
+
+What our Triton kernels use on an A100 (sm_80), H100 (sm_90), B200 (sm_100) and MI300 (gfx942):
+registers of a thread / bytes of shared memory of a program. None keeps registers in memory. Triton
+{triton} compiled them without a GPU (`python -m benchmarks.compiled --write`).
+
+{compiled}
+
 ## On a wire
 
 `python -m benchmarks.wire --json docs/benchmarks/wire.json`, as root on Linux, connects two ranks
@@ -215,7 +223,7 @@ def read(name: str) -> Any:
 
 def page() -> str:
     """Return the whole page."""
-    gpu, counted = read("gpu_check"), read("counted")
+    gpu, counted, built = read("gpu_check"), read("counted"), read("compiled")
     over_wire, compared, saved = read("wire"), read("compare_optimizers"), read("checkpoints")
     steps, state_dicts = read("optimizer_step"), read("state_dicts")
     sections = gpu["sections"]
@@ -238,6 +246,8 @@ def page() -> str:
         predicted_before=counted["predicted_before"]["commit"],
         predicted=of_prediction(counted),
         measured=of_measurement(sections),
+        triton=built["triton"],
+        compiled=compiled.shown(built),
         wire=machine(over_wire),
         wire_steps=wire.shown(over_wire["steps"]),
         steps=machine(steps),
