@@ -104,6 +104,10 @@ class Contents:
             found.append(it)
         return tuple(found)
 
+    def shape_of(self, piece: Piece) -> tuple[int, ...] | None:
+        """Return the shape of the tensor that a piece is of; None if it is not there."""
+        return self.shapes.get(self._keys.get(key_of(piece), ""))
+
     def find(self, pieces: Pieces) -> Pieces | None:
         """Return the pieces under the checkpoint's keys; None if it lacks any.
 

@@ -9,7 +9,7 @@ way. All ranks have the same keys, because the layout of each DTensor is exchang
 import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from megatron_eopt.optimizers.continuation import (
     Reader,
     Report,
     SavedState,
-    continuation_of,
+    Wanted,
 )
 from megatron_eopt.optimizers.saved_groups import adopt, optimizer_of
 from megatron_eopt.routing.groups import GROUP_ID
@@ -192,15 +192,15 @@ def match(
     Raises:
         ConfigurationError: If state is missing, does not fit, or cannot start fresh.
     """
-    report = Report()
+    report = Report(policy)
     for name, values in wanted["state"].items():
         # a weight that is saved in two parts has one group
         whole = name if name in readers else name[: -len(_FIRST_HALF)]
         reader, spare = readers[whole]
         saved = _state_in(contents, name, whole)
-        fits = functools.partial(_fits, contents, name, values)
-        found = continuation_of(values.keys() - MAINS - {STEP}, reader, saved, policy, fits)
-        report.add(name, replace(found, missing=found.missing - spare), saved, reader)
+        misfit = functools.partial(_misfit, contents, name, values)
+        asked = Wanted(name, reader, frozenset(values.keys() - MAINS - {STEP}), spare)
+        found = report.decide(asked, saved, misfit)
         for kind in values.keys() - found.origins.keys() - MAINS:
             if kind != STEP or found.fresh or f"{_STATE}{name}.{kind}" not in contents.shapes:
                 del values[kind]
@@ -226,9 +226,13 @@ def _state_in(contents: Contents, name: str, whole: str) -> SavedState:
     return SavedState(frozenset(keys), optimizers, group.get("momentum"))
 
 
-def _fits(contents: Contents, name: str, values: Mapping[str, Any], kind: str, other: str) -> bool:
-    shape = contents.shapes.get(f"{_STATE}{name}.{other}")
-    return not isinstance(values[kind], Tensor) or shape in (None, tuple(values[kind].shape))
+def _misfit(
+    contents: Contents, name: str, values: Mapping[str, Any], kind: str, other: str
+) -> str | None:
+    own, shape = values[kind], contents.shapes.get(f"{_STATE}{name}.{other}")
+    if not isinstance(own, Tensor) or shape in (None, tuple(own.shape)):
+        return None
+    return f"of shape {shape} must have shape {tuple(own.shape)}"
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""This rank's state dict in torch's form; loads with the same optimizers at the same layout."""
+"""This rank's state dict in torch's form; loads at the same layout."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +14,10 @@ from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.optimizer_state import adopt_common, prepare
 from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.optimizers.continuation import Policy, Reader
+from megatron_eopt.optimizers.continuation import Policy, Reader, Wanted
 from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.optimizers.nested_state import leaves
-from megatron_eopt.optimizers.saved_groups import children_of, inner_of
+from megatron_eopt.optimizers.saved_groups import PARAM_NAMES, children_of, inner_of, saved_groups
 from megatron_eopt.optimizers.state_dicts import StateDictMatch, Target, named
 from megatron_eopt.storage.local_tensors import local_of
 
@@ -79,11 +79,14 @@ def load(links: Sequence[ChainLink], state: Any, policy: Policy, names: Names) -
 
 def _checked(links: Sequence[ChainLink], state: Any, policy: Policy, names: Names) -> list[_Write]:
     parts = children_of(state) or [{} for _ in links]
+    if all(PARAM_NAMES in inner_of(part) for part in parts):
+        # a parameter may have had another optimizer of the chain
+        parts = [_joined(parts)] * len(links)
     if len(parts) != len(links):
         raise ConfigurationError(
             "state_dict",
             f"the state of {len(parts)} optimizers",
-            f"does not match this rank, which has {len(links)}",
+            f"names no parameters, and does not match this rank, which has {len(links)}",
             "Resume with the optimizers of the run that wrote it, or from a torch_dist checkpoint",
         )
     return [
@@ -91,6 +94,23 @@ def _checked(links: Sequence[ChainLink], state: Any, policy: Policy, names: Name
         for link, part in zip(links, parts, strict=True)
         if not link.storage.is_stub_optimizer
     ]
+
+
+def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of several optimizers as that of one."""
+    state: dict[Any, Any] = {}
+    names: dict[Any, str] = {}
+    groups: list[dict[str, Any]] = []
+    mains: list[Any] = []
+    for place, part in enumerate(parts):
+        inner, own = inner_of(part), saved_groups(part)
+        state |= {(place, number): values for number, values in inner["state"].items()}
+        names |= {(place, number): name for number, name in inner[PARAM_NAMES].items()}
+        groups += [{**g, "params": [(place, number) for number in g["params"]]} for g in own]
+        mains += [*part.get(MAINS, ()), *([] for _ in own)][: len(own)]
+    inner = {"state": state, "param_groups": groups, PARAM_NAMES: names}
+    scale = {key: part[key] for part in parts for key in ("grad_scaler",) if part.get(key)}
+    return {"optimizer": inner, MAINS: mains, **scale}
 
 
 def _names_by_group(link: ChainLink, names: Names) -> list[list[str]]:
@@ -133,11 +153,13 @@ def _of_whole_parameters(
         [
             Target(
                 param,
-                name,
-                Reader(name_of_class(rule_of[id(param)].name), group.get("momentum")),
-                frozenset(optimizer.state[param].keys() - {STEP}),
+                Wanted(
+                    name,
+                    Reader(name_of_class(rule_of[id(param)].name), group.get("momentum")),
+                    frozenset(optimizer.state[param].keys() - {STEP}),
+                    rule_of[id(param)].optional_state,
+                ),
                 STEP in optimizer.state[param],
-                rule_of[id(param)].optional_state,
             )
             for param, name in zip(group["params"], its, strict=True)
         ]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint.contents import Contents
 from megatron_eopt.checkpoint.saved_state import StateValue
-from megatron_eopt.optimizers.continuation import Note, Policy, Report, continuation_of
+from megatron_eopt.optimizers.continuation import Note, Policy, Report, Wanted
 
 
 class LoadPlan:
@@ -16,9 +16,8 @@ class LoadPlan:
     def __init__(self, policy: Policy, contents: Contents, *, has_stepped: bool) -> None:
         self.chosen: dict[int, StateValue] = {}
         self._has_stepped = has_stepped
-        self._policy = policy
         self._contents = contents
-        self._report = Report()
+        self._report = Report(policy)
         self._in_other_buckets = False
 
     def choose(self, values: Mapping[int, StateValue]) -> None:
@@ -33,14 +32,15 @@ class LoadPlan:
         def source(index: int, kind: str) -> StateValue | None:
             return values[index].found_in(self._contents, kind)
 
-        def fits(kind: str, other: str) -> bool:
+        def misfit(kind: str, other: str) -> str | None:
             mine = (index for index, value in values.items() if value.kind == kind)
-            return all(source(index, other) is not None for index in mine)
+            lacking = (values[index] for index in mine if source(index, other) is None)
+            return next((value.misfit_in(self._contents, other) for value in lacking), None)
 
         # step counts may be missing, because the checkpoint also has one for all parameters
-        wanted = {value.kind for value in values.values()} - MAINS - {STEP}
-        found = continuation_of(wanted, where.reader, saved, self._policy, fits)
-        self._report.add(where.space.name, found, saved, where.reader)
+        keys = frozenset(value.kind for value in values.values()) - MAINS - {STEP}
+        wanted = Wanted(where.space.name, where.reader, keys)
+        found = self._report.decide(wanted, saved, misfit)
         for index, value in values.items():
             if value.kind in MAINS:
                 # storages call main weights differently (``base/names.py``), and each reads the

@@ -5,7 +5,7 @@ It has the content of a distributed checkpoint in which this rank's parameters a
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor, distributed
 
-from megatron_eopt.base.agreement import gather_objects, raise_together
+from megatron_eopt.base.agreement import gather_objects, gather_unique, raise_together
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.checkpoint.contents import Piece, key_of
+from megatron_eopt.checkpoint.contents import Piece, Shapes, key_of
+from megatron_eopt.checkpoint.keys import split_key
 from megatron_eopt.checkpoint.optimizer_state import (
     PARAM_STATE,
     REQUESTS,
@@ -24,7 +25,7 @@ from megatron_eopt.checkpoint.optimizer_state import (
     settle,
 )
 from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.optimizers.continuation import Policy
+from megatron_eopt.optimizers.continuation import Policy, log_notes
 from megatron_eopt.optimizers.saved_groups import saved_groups
 from megatron_eopt.routing.plain_names import bare
 
@@ -61,45 +62,70 @@ def save_rank_file(filename: str, links: Sequence[ChainLink], names: Mapping[Ten
     os.replace(unfinished, path)
 
 
-def load_rank_file(filename: str, links: Sequence[ChainLink], names: Mapping[Tensor, str]) -> None:
+def load_rank_file(
+    filename: str, links: Sequence[ChainLink], names: Mapping[Tensor, str], policy: Policy
+) -> None:
     """Load this rank's file of :func:`save_rank_file`; collective over the world.
 
     Raises:
-        ConfigurationError: On every rank, if a file is missing, broken or of another layout.
+        ConfigurationError: On every rank, if a file is missing, broken or of another layout, or
+            lacks state that the policy does not name.
     """
     path = own_path(filename)
-    state = requested(links, _model_of(names), is_loading=True, policy=Policy())
+    state = requested(links, _model_of(names), is_loading=True, policy=policy)
     # no ``dist_checkpointing.load`` unwraps it here
-    state[REQUESTS] = state[REQUESTS].obj
-    loaded = raise_together(lambda: _read(path, state))
+    requests = state[REQUESTS] = state[REQUESTS].obj
+    common, shapes, pieces = raise_together(lambda: _content(path))
+    notes = raise_together(lambda: requests.adapt(shapes, saved_groups(common), policy))
+    values = raise_together(
+        lambda: _taken(path, state[PARAM_STATE]["values"], pieces, {*names.values()})
+    )
+    log_notes(gather_unique(notes))
+    loaded = {**common, REQUESTS: requests, PARAM_STATE: {"values": values}}
     raise_together(lambda: load(links, loaded))
     settle(links)
 
 
-def _read(path: Path, state: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return the requested state from a file."""
+def _content(path: Path) -> tuple[dict[str, Any], Shapes, dict[str, Any]]:
+    """Return groups and steps, shapes of tensors, and pieces in a file."""
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
-        groups = saved_groups(content["common"])
-        state[REQUESTS].adapt(_unwrapped(content["shapes"]), groups, Policy())
-        wanted, there = state[PARAM_STATE]["values"], _unwrapped(content["pieces"])
-        # popped, so that what is left shows a file of another layout or model
-        values = {
-            place: {number: there.pop(_place(piece)) for number, piece in pieces.items()}
-            for place, pieces in wanted.items()
-        }
-        problem = f"has state that this rank does not need: {next(iter(there))}" if there else ""
+        return content["common"], _unwrapped(content["shapes"]), _unwrapped(content["pieces"])
     except Exception as error:  # a broken file can raise anything
-        problem = f"cannot be read: {error!r}"
-    if problem:
-        raise ConfigurationError(
-            "load",
-            f"{path} {problem}",
-            "the file must be what this rank wrote at this layout, of the same model and optimizer",
-            "Resume at the layout that wrote it, use --ckpt-format torch_dist, which loads at any "
-            "layout, or load no optimizer state (--no-load-optim)",
-        )
-    return {**content["common"], REQUESTS: state[REQUESTS], PARAM_STATE: {"values": values}}
+        raise _other(path, f"cannot be read: {error!r}") from error
+
+
+def _taken(
+    path: Path,
+    wanted: Mapping[str, Mapping[str, Piece]],
+    pieces: Mapping[str, Any],
+    names: Collection[str],
+) -> dict[str, dict[str, Any]]:
+    """Return what a file has for the pieces of all values."""
+    asked = {_place(piece): piece for values in wanted.values() for piece in values.values()}
+    if lacking := asked.keys() - pieces.keys():
+        raise _other(path, f"lacks {min(lacking)}")
+    # state of an optimizer that a parameter had before may be left, of no other layout or model
+    read = {place.partition(" (")[0] for place in asked}
+    for place in sorted(pieces.keys() - asked.keys()):
+        key = place.partition(" (")[0]
+        parts = split_key(key)
+        if key in read or parts is None or parts.name not in names:
+            raise _other(path, f"has state that this rank does not need: {place}")
+    return {
+        place: {number: pieces[_place(piece)] for number, piece in values.items()}
+        for place, values in wanted.items()
+    }
+
+
+def _other(path: Path, problem: str) -> ConfigurationError:
+    return ConfigurationError(
+        "load",
+        f"{path} {problem}",
+        "the file must be what this rank wrote at this layout, of the same model",
+        "Resume at the layout that wrote it, use --ckpt-format torch_dist, which loads at any "
+        "layout, or load no optimizer state (--no-load-optim)",
+    )
 
 
 def _model_of(names: Mapping[Tensor, str]) -> dict[str, ShardedTensor]:

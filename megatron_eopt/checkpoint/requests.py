@@ -148,7 +148,7 @@ class StateRequests:
         present = self._complete_values(loaded)
         absent = [self._values[index] for index in self._chosen.keys() - present.keys()]
         may_lack = self.policy.fresh | MAINS
-        missing = [f"{v.where.space.name}: {v.kind}" for v in absent if v.kind not in may_lack]
+        missing = [(v.where.space.name, v.kind, "") for v in absent if v.kind not in may_lack]
         if missing:
             raise missing_state(sorted(missing))
         for index in present if self._by_order else ():

@@ -169,6 +169,15 @@ class StateValue:
         values = [replace(self, pieces=pieces) for pieces in found if pieces is not None]
         return next(iter(values), None) or self.in_bucket(kind, contents)
 
+    def misfit_in(self, contents: Contents, kind: str) -> str:
+        """Return how a checkpoint's kind of state differs from this value."""
+        for pieces in self.forms(kind):
+            for piece in pieces:
+                shape = contents.shape_of(piece)
+                if shape is not None and shape != tuple(piece.global_shape):
+                    return f"of shape {shape} must have shape {tuple(piece.global_shape)}"
+        return "is of other matrices"
+
     def in_bucket(self, kind: str, contents: Contents | None = None) -> "StateValue | None":
         """Return this value as a kind of state in a bucket; None if there is none.
 

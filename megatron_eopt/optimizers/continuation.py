@@ -9,11 +9,28 @@ Note [Meaning of state]
     * if the user asks for it, Muon's momentum starts from any saved mean of gradients;
     * if nothing of another optimizer's state can be used, all state starts fresh;
     * in all other cases state is missing, which is an error unless the user names it.
+
+Note [Outcomes]
+    :meth:`Report.decide` decides for every format, so one state has one outcome everywhere:
+
+    ==========================================  ================================================
+    a checkpoint has, of a key                  outcome
+    ==========================================  ================================================
+    its meaning, in a form that fits            loaded; a sum is converted to a mean, or back
+    its meaning, in another shape, type or cut  missing; the error says how it differs
+    nothing, of an optional key                 as the optimizer begins
+    nothing, of a key that the user names       fresh, with what belongs to it, and a line
+    nothing, or other meanings only             missing
+    nothing usable, all of another optimizer    fresh, with a line
+    ==========================================  ================================================
+
+    What is missing is refused before anything changes, and so is a fresh start of an optimizer that
+    has stepped.
 """
 
 import logging
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from megatron.core.utils import log_single_rank
@@ -187,20 +204,53 @@ def log_notes(notes: Iterable[Note]) -> None:
             log_single_rank(logger, logging.WARNING, line)
 
 
-class Report:
-    """What a load lacks or changes, collected over parameters: notes for the log, or one error."""
+@dataclass(frozen=True)
+class Wanted:
+    """The state of one parameter that a load asks for."""
 
-    def __init__(self) -> None:
-        self._missing: list[str] = []  # as "parameter: key"
+    name: str  # the parameter's
+    reader: Reader  # its optimizer
+    keys: frozenset[str]  # keys of its state, without main weights and the step count
+    spare: frozenset[str] = frozenset()  # keys that a checkpoint may lack
+
+
+class Report:
+    """Decides about parameters, and collects notes for the log, or one error; Note [Outcomes]."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._missing: list[tuple[str, str, str]] = []  # parameter, key, and how it differs, if so
         self._fresh: list[str] = []
         self._reasons: dict[str, None] = {}  # what a checkpoint has in place of missing state
         self.notes: list[Note] = []
 
-    def add(self, name: str, found: Continuation, saved: SavedState, reader: Reader) -> None:
-        """Note what happens to the state of one parameter."""
+    def decide(
+        self,
+        wanted: Wanted,
+        saved: SavedState,
+        misfit: Callable[[str, str], str | None] = lambda key, other: None,
+    ) -> Continuation:
+        """Return where each value of a parameter's state comes from.
+
+        Args:
+            wanted: What is loaded.
+            saved: What the checkpoint has of the parameter.
+            misfit: Called as ``(key, saved_key)``; why the saved value cannot be loaded, or None.
+        """
+        name, problems = wanted.name, dict[str, str]()
+
+        def fits(key: str, other: str) -> bool:
+            problem = misfit(key, other)
+            if problem is not None:
+                problems[key] = problem
+            return problem is None
+
+        found = continuation_of(wanted.keys, wanted.reader, saved, self._policy, fits)
+        # what a checkpoint may lack must fit if it is there
+        found = replace(found, missing=found.missing - (wanted.spare - problems.keys()))
         has = ", ".join(sorted(saved.keys)) or "none"
-        self._missing += [f"{name}: {key}" for key in sorted(found.missing)]
-        if found.missing and saved.keys and saved.is_anothers(reader):
+        self._missing += [(name, key, problems.get(key, "")) for key in sorted(found.missing)]
+        if found.missing and saved.keys and saved.is_anothers(wanted.reader):
             self._reasons[f"{has} are {saved.writer}'s"] = None
         self._fresh += [f"{name}: {key}" for key in sorted(found.fresh)]
         for key in sorted(found.fresh):
@@ -210,10 +260,11 @@ class Report:
             if times or origin.key != key:
                 by = f"{saved.writer or 'Adam'}'s {origin.key}"
                 self.notes.append(Note(f"{key} starts as {by}{times}", name, is_asked=True))
+        return found
 
-    def lack(self, name: str, key: str) -> None:
-        """Note further missing state."""
-        self._missing.append(f"{name}: {key}")
+    def lack(self, name: str, key: str, problem: str = "") -> None:
+        """Note further missing state, or state that does not fit."""
+        self._missing.append((name, key, problem))
 
     def note(self, note: str, name: str | None = None) -> None:
         """Note what no setting asks for, about a parameter or the whole checkpoint."""
@@ -230,16 +281,17 @@ class Report:
 
 
 def missing_state(
-    missing: list[str], *, by_bucket: bool = False, reason: str = ""
+    missing: Iterable[tuple[str, str, str]], *, by_bucket: bool = False, reason: str = ""
 ) -> ConfigurationError:
-    """Return the error for missing state, each given as "parameter: key".
+    """Return the error for missing state, each given as parameter, key, and how it differs.
 
     Args:
         missing: The state.
         by_bucket: Whether the checkpoint has the state in buckets of another layout.
         reason: What the checkpoint has instead.
     """
-    keys = sorted({item.rpartition(": ")[2] for item in missing})
+    keys = sorted({key for _, key, _ in missing})
+    texts = [f"{name}: {key} {problem}".strip() for name, key, problem in missing]
     rule = "must hold this state of the optimizer, but does not"
     if reason:
         rule += f" ({reason})"
@@ -247,7 +299,7 @@ def missing_state(
         return in_other_buckets()
     return ConfigurationError(
         "checkpoint",
-        shortened(list(dict.fromkeys(missing))),
+        shortened(list(dict.fromkeys(texts))),
         rule,
         "Load a checkpoint of this optimizer (with the same tensor-parallel size if its keys end "
         "in .tp...of...), load no optimizer state (--no-load-optim), or let this state start "

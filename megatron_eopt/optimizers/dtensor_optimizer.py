@@ -21,7 +21,7 @@ from megatron_eopt.base.names import MOMENTUM_SCALE, STEP
 from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.layouts import Plan
 from megatron_eopt.math.precision import matmul_precision
-from megatron_eopt.optimizers.continuation import Policy, Reader
+from megatron_eopt.optimizers.continuation import Policy, Reader, Wanted
 from megatron_eopt.optimizers.host_memory import OffloadSettings
 from megatron_eopt.optimizers.saved_groups import take_settings
 from megatron_eopt.optimizers.spot_checks import SpotChecks
@@ -231,7 +231,7 @@ class DTensorOptimizer(CompositeOptimizer):
             # only owners keep the values, and the result keeps the dictionaries replaced here
             self._stand_for(update_rule, found)
         names = [[self.names[param] for param in group["params"]] for group in self.param_groups]
-        return named(result, names, by_group=True)
+        return named(result, names)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -315,9 +315,8 @@ class DTensorOptimizer(CompositeOptimizer):
         keys = frozenset(self.state[param].keys())
         reader = Reader(name_of_class(update_rule.name), group.get("momentum"))
         own = keys - {STEP, MOMENTUM_SCALE}
-        return Target(
-            param, self.names[param], reader, own, STEP in keys, update_rule.optional_state
-        )
+        wanted = Wanted(self.names[param], reader, own, update_rule.optional_state)
+        return Target(param, wanted, STEP in keys)
 
     def _misfit(self, target: Target, key: str, value: Any) -> str | None:
         """Return why a saved value cannot be loaded; None if it can."""

@@ -49,6 +49,12 @@ def with_names(
     return {**group, GROUP_ID: _SEPARATOR.join(parts)} if GROUP_ID in group else dict(group)
 
 
+def has_names(group: Mapping[str, Any], *names: Iterable[str]) -> bool:
+    """Return whether a saved group is, or may be, one of these parameters, in any form."""
+    identity = str(group.get(GROUP_ID, "")).split(_SEPARATOR)
+    return len(identity) != 3 or identity[1] in map(_hash_of, names)
+
+
 def merged_optimizers(
     group: Mapping[str, Any], names: Iterable[Iterable[str]]
 ) -> tuple[str, ...] | None:
@@ -56,10 +62,9 @@ def merged_optimizers(
 
     ``names`` are those of the parameters that are in the group now, in one or several forms.
     """
-    identity = str(group.get(GROUP_ID, "")).split(_SEPARATOR)
-    if len(identity) != 3 or identity[1] in map(_hash_of, names):
+    if has_names(group, *names):
         return None
-    return tuple(identity[2].split(","))
+    return tuple(str(group[GROUP_ID]).split(_SEPARATOR)[2].split(","))
 
 
 def _hash_of(names: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ names, as torch writes them, are matched by the order of their parameters.
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.utils import log_single_rank
@@ -16,12 +16,10 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.optimizers.continuation import (
     Policy,
-    Reader,
     Report,
     SavedState,
-    continuation_of,
+    Wanted,
     log_notes,
-    shortened,
 )
 from megatron_eopt.optimizers.nested_state import leaves, put
 from megatron_eopt.optimizers.saved_groups import (
@@ -30,6 +28,8 @@ from megatron_eopt.optimizers.saved_groups import (
     SavedGroups,
     find_group,
     fitting,
+    has_names,
+    identity_of,
     match_all,
     merged_optimizers,
     optimizer_of,
@@ -46,11 +46,8 @@ class Target:
     """A parameter whose state is loaded."""
 
     param: Tensor
-    name: str
-    reader: Reader  # its optimizer
-    keys: frozenset[str]  # keys of its state, without the step count
+    wanted: Wanted
     counts: bool  # whether its state has a step count
-    spare: frozenset[str] = frozenset()  # keys that a state dict may lack
 
 
 @dataclass(frozen=True)
@@ -87,26 +84,18 @@ class Loaded:
                     put(own, path, type(mine)(saved[path]))
 
 
-def named(
-    state_dict: Mapping[str, Any], names: Sequence[Sequence[str]], *, by_group: bool = False
-) -> dict[str, Any]:
+def named(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return a torch state dict with the names of its parameters, given for each group.
 
-    Args:
-        state_dict: The state dict.
-        names: Names of each group's parameters, in order.
-        by_group: Whether torch may merge groups, so that each needs a hash of its names.
+    Each group also has a hash of its names, because torch may merge groups and drop names.
     """
     groups = state_dict["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
     flat = [name for its in names for name in its]
-    result = {**state_dict, PARAM_NAMES: dict(zip(numbers, flat, strict=True))}
-    if by_group:
-        optimizers = sorted({name for g in groups if (name := optimizer_of(g))})
-        result["param_groups"] = [
-            with_names(group, its, optimizers) for group, its in zip(groups, names, strict=True)
-        ]
-    return result
+    optimizers = sorted({name for group in groups if (name := optimizer_of(group))})
+    hashed = [with_names(group, its, optimizers) for group, its in zip(groups, names, strict=True)]
+    given = dict(zip(numbers, flat, strict=True))
+    return {**state_dict, PARAM_NAMES: given, "param_groups": hashed}
 
 
 class StateDictMatch:
@@ -140,7 +129,7 @@ class StateDictMatch:
             known = {number: number for number in self._group_of}
         # the matching group of the state dict for each group, None if it has none
         self.twins: list[int | None] = [find_group(group, saved) for group in groups]
-        found = match_names((target.name for target in self._targets), known)
+        found = match_names((target.wanted.name for target in self._targets), known)
         if given is not None or not self._targets or found:
             self._numbers = {name: known[its] for name, its in found.items()}
         elif is_named:
@@ -149,6 +138,9 @@ class StateDictMatch:
         else:
             self.twins = _in_order(saved, groups)
             self._numbers = _by_place(saved, self.twins, targets)
+            for place, its in zip(self.twins, targets, strict=True):
+                if place is not None and not has_names(saved[place], (t.wanted.name for t in its)):
+                    raise _of_others(saved[place])
             text = "the state dict does not name its parameters: they are matched by order"
             log_single_rank(logger, logging.INFO, text)
         # names as they were saved, and as they are here; a wrapper may have come or gone since
@@ -178,15 +170,19 @@ class StateDictMatch:
             ConfigurationError: If state is missing, has another shape, or cannot start fresh.
         """
         found: dict[Tensor, Loaded] = {}
-        report, problems = Report(), []
+        report = Report(policy)
         for target in self._targets:
-            number = self.number_of(target.name)
+            wanted = target.wanted
+            number = self.number_of(wanted.name)
             values = self._state.get(number, {})
-            saved = self._saved_state(target, values.keys() - {STEP})
-            # shapes are not compared here: a misfit is an error below, not a reason to start fresh
-            its = continuation_of(target.keys, target.reader, saved, policy)
-            its = replace(its, missing=its.missing - target.spare)
-            report.add(target.name, its, saved, target.reader)
+            saved = self._saved_state(number, values.keys() - {STEP})
+
+            def misfit(
+                key: str, other: str, target: Target = target, values: Any = values
+            ) -> str | None:
+                return problem_with(target, key, values[other])
+
+            its = report.decide(wanted, saved, misfit)
             taken = {key: values[origin.key] for key, origin in its.origins.items()}
             # moments and their count belong together
             if target.counts and not its.fresh:
@@ -194,28 +190,19 @@ class StateDictMatch:
                 counted = values if STEP in values else self._group_of.get(number, {})
                 if STEP in counted:
                     taken[STEP] = counted[STEP]
-                elif taken and STEP not in target.spare:
-                    report.lack(target.name, STEP)
-            for key, value in taken.items():
-                if key == STEP and saved.is_anothers(target.reader):
-                    continue  # other optimizers count in other types
-                if problem := problem_with(target, key, value):
-                    problems.append(f"{target.name}: {key} {problem}")
+                    # other optimizers count in other types
+                    is_anothers = saved.is_anothers(wanted.reader)
+                    if not is_anothers and (problem := problem_with(target, STEP, taken[STEP])):
+                        report.lack(wanted.name, STEP, problem)
+                elif taken and STEP not in wanted.spare:
+                    report.lack(wanted.name, STEP)
             factors = {key: o.factor for key, o in its.origins.items() if o.factor != 1.0}
             found[target.param] = Loaded(taken, factors, bool(its.fresh) and not its.origins)
-        if problems:
-            rule = "must fit the optimizer's state on this rank, but does not"
-            hint = (
-                "Resume with the model, settings and parallel layout of the run that wrote it, or "
-                "load no optimizer state"
-            )
-            raise ConfigurationError("state_dict", shortened(problems), rule, hint)
         report.refuse("state_dict", has_stepped=has_stepped)
         log_notes(report.notes)
         return found
 
-    def _saved_state(self, target: Target, keys: set[str]) -> SavedState:
-        number = self.number_of(target.name)
+    def _saved_state(self, number: Any, keys: set[str]) -> SavedState:
         group = self._group_of.get(number)
         if group is None or not keys:
             return SavedState(frozenset(keys))
@@ -240,7 +227,7 @@ def _by_place(
         numbers = [] if place is None or place >= len(saved) else saved[place]["params"]
         if len(numbers) != len(its):
             raise _another(f"{len(numbers)} parameters of a group", len(its))
-        found |= {target.name: number for target, number in zip(its, numbers, strict=True)}
+        found |= {item.wanted.name: n for item, n in zip(its, numbers, strict=True)}
     return found
 
 
@@ -267,6 +254,12 @@ def _in_order(saved: Groups, groups: Groups) -> list[int | None]:
     if len(saved) != len(groups):
         raise _another(f"{len(saved)} parameter groups", len(groups))
     return list(range(len(groups)))
+
+
+def _of_others(group: Mapping[str, Any]) -> ConfigurationError:
+    rule = "its group was saved of other parameters than this run's, and they have no names here"
+    hint = f"Keep the key {PARAM_NAMES!r} of what state_dict() returned"
+    return ConfigurationError("state_dict", identity_of(group), rule, hint)
 
 
 def _another(found: str, wanted: int) -> ConfigurationError:

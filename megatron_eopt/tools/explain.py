@@ -36,8 +36,8 @@ from megatron_eopt.checkpoint.unfinished import (
 from megatron_eopt.optimizers.saved_groups import optimizers_of, saved_groups, saved_steps
 
 _LOADS = {
-    "torch": "at the same layout with the same optimizers (--ckpt-format torch); to change them, "
-    "load it there first and save it with --ckpt-format torch_dist",
+    "torch": "at the same layout (--ckpt-format torch); to change it, load it there first and save "
+    "it with --ckpt-format torch_dist",
     "fsdp_dtensor": "into Megatron-FSDP on any number of ranks (--use-megatron-fsdp --ckpt-format "
     "fsdp_dtensor); not into DDP or torch FSDP2",
     "torch_dcp": "into torch FSDP2 in your own training loop, on any number of ranks "

@@ -477,7 +477,7 @@ class OptimizerChain(ChainedOptimizer):
         Raises:
             ConfigurationError: On every rank, if a file is missing, broken or of another layout.
         """
-        load_rank_file(filename, self.links, names_in(self._named_chunks))
+        load_rank_file(filename, self.links, names_in(self._named_chunks), self.policy)
 
     def save_parameter_state(self, filename: str) -> None:
         """Write Adam's sharded state in the format of megatron-core's distributed optimizer.

@@ -60,7 +60,7 @@ def test_optimizers_and_steps_are_known(explained):
     [
         ("muon", "at any tensor, pipeline, expert and data parallelism"),
         ("buckets", "at any tensor, pipeline, expert and data parallelism"),
-        ("plain, torch", "at the same layout with the same optimizers"),
+        ("plain, torch", "at the same layout (--ckpt-format torch)"),
     ],
 )
 def test_where_a_checkpoint_loads(explained, name, words):

@@ -11,6 +11,7 @@ from megatron_eopt.optimizers.continuation import (
     Reader,
     Report,
     SavedState,
+    Wanted,
     continuation_of,
 )
 
@@ -60,8 +61,9 @@ def test_another_optimizers_state_starts_fresh_unless_the_optimizer_has_stepped(
     reader, its = Reader("muon", 0.9), saved(MOMENTS, "adam")
     continuation = continuation_of({"momentum_buffer"}, reader, its, Policy())
     assert continuation.fresh == {"momentum_buffer"}
-    report = Report()
-    report.add("w", continuation, its, reader)
+    report = Report(Policy())
+    wanted = Wanted("w", reader, frozenset({"momentum_buffer"}))
+    assert report.decide(wanted, its) == continuation
     report.refuse("state_dict", has_stepped=False)
     text = "momentum_buffer starts fresh (the checkpoint has: exp_avg, exp_avg_sq)"
     assert report.notes == [Note(text, "w")]

@@ -118,13 +118,13 @@ def _refusals() -> None:
     # three groups of Adam, where two are wanted, and no names of their parameters
     regrouped = build(plain("adam", decoupled_lr=0.1))[1].state_dict()
     del regrouped["param_names"]
+    nameless = {key: value for key, value in states["adam"].items() if key != "param_names"}
     # as many elements in another shape
     turned = copy.deepcopy(states["adam"])
     moments = next(kept for kept in turned["state"].values() if len({*kept["exp_avg"].shape}) == 2)
     moments["exp_avg"] = moments["exp_avg"].mT
     wrong = [
-        (muon, states["adam"], "state of 1 optimizers"),
-        (adam, states["muon"], "state of 2 optimizers"),
+        (muon, nameless, "state of 1 optimizers"),
         (adam, regrouped, "has .'adam/dense/"),
         (adam, turned, "exp_avg of shape"),
     ]
