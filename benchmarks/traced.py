@@ -1,0 +1,114 @@
+"""Count the functions that build and run an optimizer, of this package and of Megatron-Core's.
+
+    python -m benchmarks.traced [--list]
+
+One GPT layer in bfloat16, DP 2 x TP 2, Muon and Adam with sharded state, on rank 0. ``--list``
+prints the functions in the order of their first call, indented by depth.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from megatron.core import optimizer as megatron_optimizer
+
+import megatron_eopt
+from benchmarks.about import table
+from benchmarks.optimizer_step.arms import OURS, STOCK, Arm, wrapped_for
+from megatron_eopt import EmergingOptimizerConfig
+from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import tiny_gpt
+
+FOLDERS = {
+    OURS: Path(megatron_eopt.__file__).parent,
+    STOCK: Path(megatron_optimizer.__file__).parent,
+}
+ARMS = (
+    Arm("ours", OURS, EmergingOptimizerConfig, "auto", "fragments"),
+    Arm(
+        "Megatron-Core's, layer-wise",
+        STOCK,
+        megatron_optimizer.OptimizerConfig,
+        "duplicated",
+        "padded",
+    ),
+)
+STEPS = 2
+
+type Calls = dict[tuple[str, int, str], list[int]]
+"""Depth of the first call and number of calls, by file, line and name of a function."""
+
+
+def traced(folder: Path, work: Callable[[], Any]) -> tuple[Any, Calls]:
+    """Return the result of ``work``, and its calls of functions below a folder."""
+    found: Calls = {}
+
+    def is_inside(frame: FrameType) -> bool:
+        path = Path(frame.f_code.co_filename)
+        # the back end that stands in for CUDA is part of no optimizer
+        return path.is_relative_to(folder) and path.relative_to(folder).parts[0] != "cpu"
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or not is_inside(frame):
+            return
+        depth, above = 0, frame.f_back
+        while above is not None:
+            depth, above = depth + is_inside(above), above.f_back
+        code = frame.f_code
+        file = str(Path(code.co_filename).relative_to(folder))
+        found.setdefault((file, code.co_firstlineno, code.co_qualname), [depth, 0])[1] += 1
+
+    sys.setprofile(note)
+    try:
+        return work(), found
+    finally:
+        sys.setprofile(None)
+
+
+def build_and_step(number: int) -> tuple[Calls, Calls]:
+    """Return the calls of a build and of the last of some steps."""
+    arm = ARMS[number]
+    folder = FOLDERS[arm.factory]
+    initialize_megatron(tp=2)
+    sizes: dict[str, Any] = {"layers": 1, "gated": True, "position_embedding": "rope"}
+    chunk = wrapped_for(arm.storage, tiny_gpt(dtype=torch.bfloat16, **sizes))
+    fields = {"lr": 0.01, "bf16": True, "params_dtype": torch.bfloat16}
+    optimizer, build = traced(folder, lambda: arm.optimizer_of(chunk, **fields))
+    step: Calls = {}
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for param in chunk.parameters():
+            param.main_grad.normal_()
+        chunk.start_grad_sync()
+        chunk.finish_grad_sync()
+        _, step = traced(folder, optimizer.step)
+    return build, step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="print the functions of ours")
+    lists = parser.parse_args().list
+    rows = []
+    for number, arm in enumerate(ARMS):
+        of_rank_0 = run_ranks(4, build_and_step, number, cpu=True)[0]
+        for what, calls in zip(("build", f"step {STEPS}"), of_rank_0, strict=True):
+            files = {file for file, *_ in calls}
+            depths, counts = zip(*calls.values(), strict=True)
+            figures = (len(calls), len(files), sum(counts), max(depths) + 1)
+            rows.append([what, arm.name, *map(str, figures)])
+            for (file, line, name), (depth, count) in calls.items() if lists else ():
+                if arm.factory == OURS:
+                    print(f"{'  ' * depth}{name}  {file}:{line}  x{count}")
+    print(table("what | optimizer | functions: | files: | calls: | depth:", rows))
+
+
+if __name__ == "__main__":
+    main()
