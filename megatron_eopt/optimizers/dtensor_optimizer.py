@@ -82,6 +82,8 @@ class DTensorOptimizer(CompositeOptimizer):
         self._params = {update_rule: list(params) for update_rule, _, params in served}
         # shapes of the state that owners keep, by parameter and name; None for a number
         self._shapes: dict[Tensor, dict[str, tuple[int, ...] | None]] = {}
+        # keys that stand for that state, in the order of shards
+        self._stands: dict[UpdateRule, list[frozenset[str]]] = {}
         super().__init__(groups, [(update_rule, places) for update_rule, places, _ in served])
         self._attach()
         self.init_state()
@@ -132,6 +134,7 @@ class DTensorOptimizer(CompositeOptimizer):
     @contextmanager
     def groups_and_state(self, update_rule: UpdateRule) -> Iterator[tuple[list[ParamGroup], State]]:
         """Provide an update rule with this rank's shards and state, and store its results."""
+        self.take_up_state(update_rule)
         # the local tensor itself, or a float32 copy of a 16-bit one
         shards = {p: _stepped(local_of(p).detach()) for p in self._params[update_rule]}
         # keyed by the local tensors, because update rules look state up by what they step
@@ -161,6 +164,15 @@ class DTensorOptimizer(CompositeOptimizer):
         for outer, group in zip(super().groups_of(update_rule), groups, strict=True):
             # some optimizers count steps in their groups, which are copies here
             outer.update({key: value for key, value in group.items() if key != "params"})
+
+    def take_up_state(self, update_rule: UpdateRule) -> None:
+        """Let an update rule know what users have cleared or replaced in :attr:`state`."""
+        super().take_up_state(update_rule)
+        for number, names in enumerate(self._stands.get(update_rule, ())):
+            kept = self.state[self._params[update_rule][number]]
+            if names and names.isdisjoint(kept):
+                update_rule.forget_state(number)
+                kept.update(dict.fromkeys(names))
 
     def off_load(self, settings: OffloadSettings) -> None:
         """Keep a fraction of weights and state in host memory from now on."""
@@ -357,8 +369,12 @@ class DTensorOptimizer(CompositeOptimizer):
 
     def _stand_for(self, update_rule: UpdateRule, kinds: Sequence[Iterable[str]]) -> None:
         """Set keys without values for state that owners keep, because torch reads the keys."""
-        for param, names in zip(self._params[update_rule], kinds, strict=True):
-            self.state[param] = dict.fromkeys(names)
+        params, names = self._params[update_rule], [frozenset(its) for its in kinds]
+        before = self._stands.get(update_rule, [frozenset()] * len(params))
+        for param, old, new in zip(params, before, names, strict=True):
+            own = {key: value for key, value in self.state[param].items() if key not in old | new}
+            self.state[param] = own | dict.fromkeys(new)
+        self._stands[update_rule] = names
 
     def _show_as_saved(self) -> dict[Tensor, dict[str, Any]]:
         """Convert state to the form of state dicts, and return the state that it replaced."""

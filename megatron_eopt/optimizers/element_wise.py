@@ -140,6 +140,9 @@ class ElementWiseRule(UpdateRule):
             self._step(groups, state)
 
     def _step(self, groups: Sequence[ParamGroup], state: State) -> None:
+        if any(_lacks_state(group, state[p]) for group in groups for p in group["params"]):
+            # a user may have cleared it, or turned on what needs more
+            self.init(groups, state)
         with bound(self._optimizer, groups, state) as optimizer:
             # several update rules may share one optimizer
             self.coefficient = self._coefficient
@@ -195,6 +198,11 @@ class LocalShardRule(ElementWiseRule):
                         yield UnshardedState(
                             number, 0, path, leaf, slab=slab, container=state[param]
                         )
+
+
+def _lacks_state(group: ParamGroup, state: dict[str, Any]) -> bool:
+    """Whether a parameter has no state, or lacks maxima that its group asks for by now."""
+    return not state or (bool(group.get("amsgrad")) and "max_exp_avg_sq" not in state)
 
 
 def _complete(

@@ -212,8 +212,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         loss = loss_of(closure)
         if self.steps_in_pieces():
             for update_rule in self.plan():
-                # as torch's optimizers do, since a user may have cleared the state
-                update_rule.init(self.param_groups, self.state)
                 update_rule.step(self.param_groups, self.state)
         else:
             with matmul_precision():

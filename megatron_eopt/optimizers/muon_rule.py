@@ -215,6 +215,9 @@ class MuonRule(UpdateRule):
         self._end(stepped)
 
     def _stepped(self, groups: Sequence[ParamGroup], state: State) -> dict[int, Stepped]:
+        if not all(MOMENTUM in state[param] for _, param, _ in self.numbered(groups)):
+            # as torch's optimizers do, since a user may have cleared the state
+            self.init(groups, state)
         return {
             number: Stepped(number, group, param, state[param])
             for group, param, number in self.numbered(groups)

@@ -123,6 +123,8 @@ class UpdateRule:
         self.redistribution: Redistribution | None = None
         self.host: HostMemory | None = None  # keeps some weights and state in host memory
         self.faults: list[tuple[str, str]] = []  # weights that it cannot start from, and why
+        # state of whole matrices, by what stands for those that this rank computes
+        self.owned_state: State = defaultdict(dict)
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -196,6 +198,9 @@ class UpdateRule:
             if STEP in state[param]:
                 yield state[param]
 
+    def forget_state(self, number: int) -> None:
+        """Clear the state of a parameter's matrices, if this rank has it by :attr:`owned_state`."""
+
     def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
         """Set all step counters to ``steps``, to continue another run."""
         for values in self.counting(groups, state):
@@ -266,8 +271,8 @@ class CompositeOptimizer(torch.optim.Optimizer):
         for update_rule in self.update_rules:
             with self.groups_and_state(update_rule) as (groups, state):
                 update_rule.init(groups, state)
-            # include state of whole matrices, for code that moves all state to another device
-            self.state.update(getattr(update_rule, "owned_state", {}))
+            # the same dictionaries, for code that clears all state or moves it to another device
+            self.state.update(update_rule.owned_state)
 
     def off_load(self, settings: OffloadSettings) -> None:
         """Keep a fraction of weights and state in host memory from now on."""
@@ -290,7 +295,12 @@ class CompositeOptimizer(torch.optim.Optimizer):
     @contextmanager
     def groups_and_state(self, update_rule: UpdateRule) -> Iterator[tuple[list[ParamGroup], State]]:
         """Provide what ``update rule`` works on: groups of this rank's tensors, and their state."""
+        self.take_up_state(update_rule)
         yield self.groups_of(update_rule), self.state
+
+    def take_up_state(self, update_rule: UpdateRule) -> None:
+        """Let an update rule know what users have cleared or replaced in :attr:`state`."""
+        update_rule.owned_state |= {param: self.state[param] for param in update_rule.owned_state}
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise a ConfigurationTypeError, because copies could not step."""

@@ -33,9 +33,6 @@ from megatron_eopt.optimizers.update_rule import (
 )
 from megatron_eopt.storage.shard import Shard
 
-# how much state exists: the same on all ranks, because creating it is collective
-_AS_INITIALIZED, _COMPLETELY = 1, 2
-
 _GRAD, _WEIGHT = "grad of ", "weight of "
 
 
@@ -84,7 +81,7 @@ class WholeMatrixRule(UpdateRule):
             for batch in wave.batches
             for index in batch.matrices
         }
-        self.owned_state: State = defaultdict(dict)
+        self.owned_state = defaultdict(dict, {param: {} for param in self.owned.values()})
         # in the order in which the redistribution computes them, so that the next one can be
         # prefetched
         self._batches = [
@@ -93,7 +90,7 @@ class WholeMatrixRule(UpdateRule):
             for batch in wave.batches
         ]
         self._own_groups: list[ParamGroup] = []
-        self._exists = 0
+        self._has_begun = False  # the same on all ranks, because it is collective
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -112,9 +109,9 @@ class WholeMatrixRule(UpdateRule):
         self._update_settings(groups)
         # weights travel to their owners, so this is collective, and all ranks decide alike
         has_a_beginning = self._init_state_fn is not None or self._fault_in is not None
-        if has_a_beginning and self._exists < _AS_INITIALIZED:
+        if has_a_beginning and not self._has_begun:
             self._run(groups, self._begin, with_grads=False)
-            self._exists = _AS_INITIALIZED
+            self._has_begun = True
             self._fault_in = None  # weights are checked only once, at construction
 
     def _begin(self) -> None:
@@ -125,15 +122,36 @@ class WholeMatrixRule(UpdateRule):
             for param in params:
                 if (reason := self._fault_in([param])) is not None:
                     self.faults.append((self._names[index_of[param]], reason))
-        if self._init_state_fn is not None and not self.faults:
+        if not self.faults:
+            self._create()
+
+    def _create(self) -> None:
+        """Create the state of those matrices of a batch that have none."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        if self._init_state_fn is None or all(state[p] for g in groups for p in g["params"]):
+            return
+        bare = [{**g, "params": [p for p in g["params"] if not state[p]]} for g in groups]
+        with bound(self._optimizer, bare, state):
             self._init_state_fn()
+
+    def _complete(self) -> None:
+        self._create()
+        dry_step(self._optimizer)
+
+    def _create_and_step(self) -> None:
+        self._create()
+        self._optimizer.step()
+
+    def forget_state(self, number: int) -> None:
+        """Clear the state of a parameter's matrices."""
+        for index, param in self.owned.items():
+            if self._of_matrix[index][0] == number:
+                self.owned_state[param].clear()
 
     def allocate_for_load(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create all state of owned matrices, including what a first step would create."""
         self.init(groups, state)
-        if self._exists < _COMPLETELY:
-            self._run(groups, lambda: dry_step(self._optimizer), with_grads=False)
-            self._exists = _COMPLETELY
+        self._run(groups, self._complete, with_grads=False)
 
     def counting(self, groups: Sequence[ParamGroup], state: State) -> Iterator[dict[str, Any]]:
         """Yield the dictionaries (groups, states of owned matrices) that hold step counters."""
@@ -148,8 +166,7 @@ class WholeMatrixRule(UpdateRule):
         """
         self._refuse_missing(groups)
         self._update_settings(groups)
-        self._run(groups, self._optimizer.step, with_grads=True)
-        self._exists = _COMPLETELY
+        self._run(groups, self._create_and_step, with_grads=True)
 
     def unsharded_state(
         self, groups: Sequence[ParamGroup], state: State

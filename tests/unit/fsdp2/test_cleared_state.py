@@ -1,0 +1,226 @@
+"""``optimizer.state`` is the state: after it is cleared, the next step is that of a fresh start."""
+
+from collections import defaultdict
+from functools import partial
+
+import pytest
+import torch
+
+from megatron_eopt import get_megatron_optimizer
+from megatron_eopt.config.registry import optimizer_names
+from megatron_eopt.fsdp2 import build_optimizer
+from tests.harness import run_ranks
+from tests.harness.scene import forget_megatron
+from tests.unit.fsdp2.model import config, eager, far, make_model, named, set_gradients, weights
+from tests.unit.storage import runs
+from tests.unit.storage.runs import OVERLAP, PLAIN, SHARDED, Run, gradients, make_chunk
+
+STEPS = 3
+
+
+def cleared(optimizer, params):
+    optimizer.state.clear()
+
+
+def replaced(optimizer, params):
+    optimizer.state = defaultdict(dict)
+
+
+def deleted(optimizer, params):
+    for param in params:
+        del optimizer.state[param]
+
+
+def popped(optimizer, params):
+    for param in list(optimizer.state):
+        optimizer.state.pop(param)
+
+
+def emptied(optimizer, params):
+    for param in params:
+        optimizer.state[param].clear()
+
+
+def assigned(optimizer, params):
+    for param in params:
+        optimizer.state[param] = {}
+
+
+WAYS = (cleared, replaced, deleted, popped, emptied, assigned)
+
+VARIANTS = {
+    # sinkhorn_muon has Muon's state, but starts only from weights that its own mapper made
+    **{name: {} for name in optimizer_names() if name != "sinkhorn_muon"},
+    "normuon": {"adaptive_muon_moment2_method": "normuon"},
+    "adamuon": {"adaptive_muon_moment2_method": "adamuon"},
+    "namo": {"adaptive_muon_moment2_method": "namo"},
+    "int8": {"muon_momentum_dtype": "int8"},
+    "bf16": {"muon_momentum_dtype": "bf16"},
+    "amsgrad": {},
+}
+OF = {"normuon": "adaptive_muon", "adamuon": "adaptive_muon", "namo": "adaptive_muon"}
+OF |= {"int8": "muon", "bf16": "muon", "amsgrad": "adam"}
+
+
+def settings(variant, **fields):
+    if variant == "muon_hyperball":
+        fields["weight_decay"] = 0.0
+    return config(OF.get(variant, variant), **VARIANTS[variant], **fields)
+
+
+@torch.no_grad()
+def model_for(variant, layout="plain"):
+    model = make_model(layout)
+    matrices = [param for param in named(model).values() if param.dim() > 1]
+    for param in matrices:
+        if variant.startswith("oblique"):
+            # of its matrices, columns have norm 1
+            param.div_(param.norm(dim=0))
+    return model
+
+
+@torch.no_grad()
+def copied(model, layout="plain"):
+    other = make_model(layout)
+    for mine, its in zip(named(other).values(), named(model).values(), strict=True):
+        mine.copy_(its)
+    return other
+
+
+def build(model, variant, **fields):
+    optimizer = build_optimizer(model, settings(variant, **fields))
+    if variant == "amsgrad":
+        for group in optimizer.param_groups:
+            group["amsgrad"] = True
+    return optimizer
+
+
+def stepped(model, optimizer, first, count=2):
+    for number in range(first, first + count):
+        set_gradients(model, number)
+        optimizer.step()
+    return weights(model)
+
+
+@eager
+def resets(layout, variants, ways, **fields):
+    """Return how far two steps after each reset are from those of a new optimizer."""
+    found = {}
+    for variant in variants:
+        for way in ways:
+            model = model_for(variant, layout)
+            optimizer = build(model, variant, **fields)
+            stepped(model, optimizer, 0, STEPS)
+            other = copied(model, layout)
+            way(optimizer, list(optimizer.names))
+            continued = stepped(model, optimizer, STEPS)
+            fresh = stepped(other, build(other, variant, **fields), STEPS)
+            found[variant, way.__name__] = far(continued, fresh)[0]
+    return found
+
+
+def wrong(by_rank):
+    return [key for found in by_rank for key, distance in found.items() if distance > 0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_cleared_state_is_a_fresh_start(variant):
+    assert not wrong([resets("plain", [variant], WAYS)])
+
+
+OF_ALL_KINDS = ("muon", "normuon", "int8", "soap", "psgd_pro", "muon_hyperball", "adam", "scion")
+
+
+def test_on_shards():
+    assert not wrong(run_ranks(2, resets, "fsdp", OF_ALL_KINDS, WAYS, cpu=False, timeout=200))
+
+
+def test_off_loaded():
+    fields = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.6}
+    offloaded = partial(resets, **fields)
+    assert not wrong(run_ranks(2, offloaded, "fsdp", OF_ALL_KINDS, WAYS[:3], cpu=True, timeout=200))
+
+
+@pytest.mark.parametrize("variant", ["muon", "normuon", "soap", "psgd_pro", "muon_hyperball"])
+def test_one_parameters_state(variant):
+    model = make_model()
+    optimizer = build(model, variant)
+    stepped(model, optimizer, 0, STEPS)
+    other = copied(model)
+    fresh = stepped(other, build(other, variant), STEPS)
+    param = named(model)["down.weight"]
+    del optimizer.state[param]
+    found = stepped(model, optimizer, STEPS)
+    assert torch.equal(found["down.weight"], fresh["down.weight"])
+    assert not torch.equal(found["wide.weight"], fresh["wide.weight"])
+
+
+def test_the_state_is_there_again_to_be_saved():
+    model = make_model()
+    optimizer = build(model, "soap")
+    stepped(model, optimizer, 0, 1)
+    before = optimizer.state_dict()
+    optimizer.state.clear()
+    stepped(model, optimizer, 0, 1)
+    after = optimizer.state_dict()
+    assert {n: s.keys() for n, s in before["state"].items()} == {
+        n: s.keys() for n, s in after["state"].items()
+    }
+
+
+CHAINS = {
+    "replicated": Run(ddp=PLAIN, config=PLAIN),
+    "ZeRO-1": Run(ddp=SHARDED, config=SHARDED),
+    "overlap": Run(
+        ddp=SHARDED | OVERLAP,
+        config=SHARDED | {"overlap_param_gather": True, "muon_overlap_dp_comm": True},
+    ),
+}
+
+
+def chain_steps(run, optimizer, chunk, first, count=2):
+    for number in range(first, first + count):
+        gradients(run, chunk, optimizer, number)
+        optimizer.step()
+    if chunk.ddp_config.overlap_param_gather:
+        # a gather that waits for a forward pass
+        chunk.disable_forward_pre_hook()
+        chunk.enable_forward_pre_hook()
+    return {name: weight for name, (_, weight) in runs.weights(run, chunk).items()}
+
+
+def new_chain(run, variant):
+    chunk = make_chunk(run)
+    optimizer = get_megatron_optimizer(settings(variant, **run.config), [chunk])
+    for group in optimizer.param_groups:
+        group.update(lr=0.02, weight_decay=0.1 * group["wd_mult"])
+    return chunk, optimizer
+
+
+@eager
+def chain_resets(name):
+    """Return the same for chains of Megatron's training loop."""
+    run, found = CHAINS[name], {}
+    for variant in ("muon",) if name == "overlap" else OF_ALL_KINDS:
+        for way in (cleared, replaced, popped):
+            chunk, optimizer = new_chain(run, variant)
+            before = chain_steps(run, optimizer, chunk, 0, STEPS)
+            for child in optimizer.chained_optimizers:
+                way(child.optimizer, [])
+            continued = chain_steps(run, optimizer, chunk, STEPS)
+            chunk, _ = new_chain(run, variant)
+            with torch.no_grad():
+                for mine, its in zip(chunk.parameters(), before.values(), strict=True):
+                    mine.copy_(its)
+            optimizer = get_megatron_optimizer(settings(variant, **run.config), [chunk])
+            for group in optimizer.param_groups:
+                group.update(lr=0.02, weight_decay=0.1 * group["wd_mult"])
+            fresh = chain_steps(run, optimizer, chunk, STEPS)
+            found[variant, way.__name__] = far(continued, fresh)[0]
+            forget_megatron()
+    return found
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_in_megatrons_loop(name):
+    assert not wrong(run_ranks(2, chain_resets, name, timeout=200))
