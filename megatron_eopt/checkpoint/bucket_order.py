@@ -13,14 +13,14 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.place import row_cut
 from megatron_eopt.checkpoint.buckets import BucketBox
-from megatron_eopt.checkpoint.parameter_space import ParameterSpace, parameter_spaces
+from megatron_eopt.checkpoint.parameter_space import ParameterSpace, Section, parameter_spaces
 from megatron_eopt.routing.parameters import cut_dimension
 
 _BUCKET = re.compile(
@@ -29,14 +29,6 @@ _BUCKET = re.compile(
 )
 _ALIGNMENT = 64  # of a parameter's first element, as ``pad_param_start`` of megatron-core has it
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?")
-
-
-class Section(NamedTuple):
-    """A box of an unsharded parameter, of which each tensor-parallel rank has an equal part."""
-
-    key: str  # the model's
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]  # in the tensor of this key
 
 
 @dataclass(frozen=True)
@@ -63,7 +55,7 @@ class Entry:
         local = self.shape_at(tp)
         assert local is not None
         strides = [math.prod(local[n + 1 :]) for n in range(len(local))]
-        for key, shape, offset in self.sections:
+        for key, shape, offset, _ in self.sections:
             leading = len(shape) - len(local)  # dimensions that index layers and experts
             sizes, begins = list(shape), list(offset)
             if self.dim != -1:
@@ -106,19 +98,7 @@ def order_of(model_chunks: Sequence[Any], model_state: Mapping[str, Any]) -> Ord
 
 
 def _entry(space: ParameterSpace, param: Tensor) -> Entry:
-    boxes = list(space.boxes(0, param.numel()))
-    dim, shape = cut_dimension(param), list(param.shape)
-    sections = []
-    begin: dict[str, int] = {}  # of the next section of each tensor
-    for piece, sizes, offset, _, _ in boxes:
-        whole, place = list(sizes), list(offset)
-        if dim != -1:
-            at = dim - param.dim()
-            held = sum(box[1][at] for box in boxes if box[0].key == piece.key)
-            whole[at] = sizes[at] * (piece.global_shape[at] // held)
-            place[at] = begin.get(piece.key, 0)
-            begin[piece.key] = place[at] + whole[at]
-        sections.append(Section(piece.key, tuple(whole), tuple(place)))
+    dim, shape, sections = cut_dimension(param), list(param.shape), space.sections(param)
     if dim != -1:
         shape[dim] = sum(section.shape[dim - param.dim()] for section in sections)
     found = _LAYER.match(space.key)

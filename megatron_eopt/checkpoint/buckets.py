@@ -1,31 +1,26 @@
 """Reads state that was saved by bucket, at any layout.
 
 Megatron's Adam saves each bucket as a flat tensor of many parameters of one model-parallel rank.
-This package saves beside it which box of which parameter is where in a bucket. A piece of a
-parameter is put together from ranges of the buckets that hold a part of it.
+This package saves beside it which box of which parameter is where in a bucket.
 """
 
-import functools
-import math
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_eopt.checkpoint.files import object_at
 from megatron_eopt.checkpoint.keys import split_key
+from megatron_eopt.checkpoint.sources import Source
+from megatron_eopt.layouts.boxes import Box
 
 BY_BUCKET = "dp_reshardable"
 """Megatron's name for this form of state."""
 
-type Box = tuple[str, str, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+type SavedBox = tuple[str, str, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """What is saved: parameter, bucket, and first element, strides, shape and offset of a box."""
 
 _SUFFIX = "/shard_0_1"
@@ -45,6 +40,13 @@ class BucketBox(NamedTuple):
     strides: tuple[int, ...]  # in the bucket
     shape: tuple[int, ...]
     offset: tuple[int, ...]  # in the unsharded parameter
+
+    def source(self, kind: str, shapes: Mapping[str, tuple[int, ...] | None]) -> Source | None:
+        """Return where a kind of state is read; None if the checkpoint does not have it."""
+        key = f"{self.bucket}.{kind}"
+        size = shapes.get(key)
+        box = Box(self.offset, self.shape)
+        return None if size is None else Source(key, size, box, (self.first,), self.strides)
 
 
 @dataclass(frozen=True)
@@ -82,54 +84,3 @@ def read_buckets(folder: Path, metadata: Metadata) -> SavedBuckets:
             # several model-parallel ranks may have a parameter
             boxes.setdefault(parameter, {}).setdefault((*place.offset, *place.shape), place)
     return SavedBuckets({key: list(its.values()) for key, its in boxes.items()}, [*common.values()])
-
-
-def put_together(
-    piece: ShardedTensor,
-    kind: str,
-    boxes: Sequence[BucketBox],
-    shapes: Mapping[str, tuple[int, ...] | None],
-) -> ShardedTensorFactory | None:
-    """Return what reads a piece of a parameter from buckets; None if they lack a part of it.
-
-    Args:
-        piece: The piece, whose data is written to.
-        kind: The kind of state to read.
-        boxes: The boxes of the parameter.
-        shapes: Shapes of the checkpoint's tensors.
-    """
-    parts: dict[str, tuple[ShardedTensor, BucketBox]] = {}
-    stop = tuple(map(operator.add, piece.global_offset, piece.local_shape))
-    for box in boxes:
-        low = tuple(map(max, piece.global_offset, box.offset))
-        high = tuple(map(min, stop, map(operator.add, box.offset, box.shape)))
-        shape = tuple(map(operator.sub, high, low))
-        size = shapes.get(key := f"{box.bucket}.{kind}")
-        if min(shape, default=1) <= 0 or size is None:
-            continue
-        first = box.first + math.sumprod(map(operator.sub, low, box.offset), box.strides)
-        length = 1 + math.sumprod((n - 1 for n in shape), box.strides)
-        read = ShardedTensor(key, None, piece.dtype, (length,), size, (first,), None)
-        offset = tuple(map(operator.sub, low, piece.global_offset))
-        parts[str(len(parts))] = read, box._replace(shape=shape, offset=offset)
-    if sum(math.prod(box.shape) for _, box in parts.values()) != piece.data.numel():
-        return None
-    reads = {name: read for name, (read, _) in parts.items()}
-    build = functools.partial(_with_memory, reads, piece.data)
-    merge = functools.partial(_merged, piece.data, {n: box for n, (_, box) in parts.items()})
-    return ShardedTensorFactory(piece.key, piece.data, build, merge, piece.replica_id)
-
-
-def _with_memory(
-    reads: Mapping[str, ShardedTensor], like: Tensor, *_: Any
-) -> dict[str, ShardedTensor]:
-    for read in reads.values():
-        read.data = like.new_empty(read.local_shape)
-    return dict(reads)
-
-
-def _merged(target: Tensor, boxes: Mapping[str, BucketBox], loaded: Mapping[str, Tensor]) -> Tensor:
-    for name, (_, _, strides, shape, offset) in boxes.items():
-        where = tuple(slice(at, at + n) for at, n in zip(offset, shape, strict=True))
-        target[where].copy_(loaded[name].as_strided(shape, strides))
-    return target

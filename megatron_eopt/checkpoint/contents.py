@@ -1,16 +1,19 @@
 """The optimizer state that a checkpoint has, according to its metadata."""
 
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
 from megatron_eopt.base.names import MAINS, MOMENTUM, STEP
-from megatron_eopt.checkpoint.buckets import BucketBox, put_together
+from megatron_eopt.checkpoint.buckets import BucketBox
 from megatron_eopt.checkpoint.keys import split_key, state_key, unstacked_key
-from megatron_eopt.checkpoint.parameter_space import ParameterSpace
+from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace
+from megatron_eopt.checkpoint.sources import Source, assemble
+from megatron_eopt.layouts.boxes import Box
 from megatron_eopt.optimizers.continuation import SavedState
 from megatron_eopt.optimizers.saved_groups import SavedGroups
 
@@ -38,6 +41,8 @@ class Contents:
         boxes: Mapping[str, Sequence[BucketBox]] | None = None,
     ) -> None:
         self.shapes = shapes
+        # a rank's file has no more than the rank's own boxes
+        self._reads_boxes = boxes is not None
         self._boxes = boxes or {}
         self._groups = groups or SavedGroups()
         # kinds of state by parameter, or by stack of parameters
@@ -90,41 +95,107 @@ class Contents:
         known = self.names_buckets.get(optimizer, {names})
         return names in known and self.shapes.get(piece.key) == tuple(piece.global_shape)
 
-    def find_in_buckets(self, pieces: Pieces, own: str, kind: str) -> Pieces | None:
-        """Return pieces of the kind ``own`` as what reads another kind from buckets.
-
-        None if they do not say what is in them, or lack a part.
-        """
-        found = []
-        for piece in pieces:
-            boxes = self._boxes.get(piece.key.removeprefix(state_key(own, "")), ())
-            it = boxes and put_together(piece, kind, boxes, self.shapes)
-            if not it:
-                return None
-            found.append(it)
-        return tuple(found)
-
     def shape_of(self, piece: Piece) -> tuple[int, ...] | None:
         """Return the shape of the tensor that a piece is of; None if it is not there."""
         return self.shapes.get(self._keys.get(key_of(piece), ""))
 
-    def find(self, pieces: Pieces) -> Pieces | None:
-        """Return the pieces under the checkpoint's keys; None if it lacks any.
+    def find(
+        self, piece: Piece, own: str, kind: str, stacked: int, matrices: Sequence[MatrixPart]
+    ) -> Piece | None:
+        """Return a piece of the kind ``own`` as what reads ``kind``; None without all of it.
 
-        A vocabulary may have another size, because padding depends on tensor parallelism.
+        Args:
+            piece: The piece, whose data is written to.
+            own: Its kind of state.
+            kind: The kind of state to read.
+            stacked: The number of its leading dimensions that index layers or experts.
+            matrices: The parameter's logical matrices, by whose keys state may be saved.
         """
-        found = []
-        for piece in pieces:
+        if not isinstance(piece, ShardedTensor):
             name = key_of(piece)
-            key = self._keys.get(name, "")
-            shape = self.shapes.get(key)
-            # an object, which has no shape, fits if it is there
-            fits = key if shape is None else shape == tuple(piece.global_shape)
-            if not (fits or (shape and getattr(piece, "allow_shape_mismatch", False))):
-                return None
+            key = self._keys.get(name, "") if kind == own else ""
             # with the index in a chain, if the checkpoint's keys have one
-            found.append(replace(piece, key=key.removesuffix(name) + piece.key))
-        return tuple(found)
+            return replace(piece, key=key.removesuffix(name) + piece.key) if key else None
+        forms = self._forms(piece, own, kind, stacked, matrices)
+        return next((found for its in forms if (found := assemble(piece, its))), None)
+
+    def _forms(
+        self,
+        piece: ShardedTensor,
+        own: str,
+        kind: str,
+        stacked: int,
+        matrices: Sequence[MatrixPart],
+    ) -> Iterator[list[Source]]:
+        """Yield the sources of the forms in which a checkpoint may have a piece's tensor."""
+        parameter = piece.key.removeprefix(state_key(own, ""))
+        if parameter == piece.key:
+            # state of one matrix, under its own key, or as a part of the parameter's
+            if kind == own:
+                yield self._of_tensor(piece.key, piece)
+            if not self._reads_boxes:
+                return
+            its = (part for part in matrices if part.key(own) == piece.key)
+            yield [
+                Source(key, self._shape(key), part.box, part.place)
+                for part in its
+                for key in self._present(state_key(kind, part.parameter))
+                if self._shape(key) == part.whole
+            ]
+            return
+        yield self._of_tensor(state_key(kind, parameter), piece)
+        if not self._reads_boxes:
+            return
+        if stacked:
+            yield self._of_layers(state_key(kind, parameter), piece, stacked)
+        yield [
+            box for its in self._boxes.get(parameter, ()) if (box := its.source(kind, self.shapes))
+        ]
+        yield [
+            Source(key, self._shape(key), Box(part.place, part.size), part.box.offset)
+            for part in matrices
+            if part.parameter == parameter
+            for key in self._present(part.key(kind))
+            if self._shape(key) == part.shape
+        ]
+
+    def _present(self, key: str) -> list[str]:
+        """Return the full key of a tensor, if the checkpoint has it."""
+        full = self._keys.get(key, "")
+        return [full] if self.shapes.get(full) is not None else []
+
+    def _shape(self, full: str) -> tuple[int, ...]:
+        return self.shapes[full] or ()
+
+    def _of_tensor(self, key: str, piece: ShardedTensor) -> list[Source]:
+        """Return a tensor of the piece's shape, or with other padding of a vocabulary.
+
+        New rows are copies of the last one, which usually is padding.
+        """
+        wanted, nothing = tuple(piece.global_shape), (0,) * len(piece.global_shape)
+        found = []
+        for full in self._present(key):
+            shape = self._shape(full)
+            if shape == wanted or (piece.allow_shape_mismatch and shape[1:] == wanted[1:]):
+                found.append(Source(full, shape, Box(nothing, shape), nothing))
+            if found and wanted[0] > shape[0]:
+                rows = Box((shape[0], *nothing[1:]), (wanted[0] - shape[0], *shape[1:]))
+                last = (shape[0] - 1, *nothing[1:])
+                found.append(Source(full, shape, rows, last, repeats=True))
+        return found
+
+    def _of_layers(self, key: str, piece: ShardedTensor, stacked: int) -> list[Source]:
+        """Return the tensors of the layers, or experts, that a piece of a stack has."""
+        first, sizes = piece.global_offset, piece.local_shape
+        ranges = (range(at, at + n) for at, n in zip(first[:stacked], sizes, strict=False))
+        shape, ones = tuple(piece.global_shape[stacked:]), (1,) * stacked
+        return [
+            Source(full, (*ones, *shape), Box((*place, *zeros), (*ones, *shape)), (0,) * len(first))
+            for zeros in ((0,) * len(shape),)
+            for place in itertools.product(*ranges)
+            for full in self._present(unstacked_key(key, place))
+            if self._shape(full) == (*ones, *shape)
+        ]
 
 
 def unstacked(pieces: Pieces, stacked: int) -> Pieces:

@@ -81,7 +81,7 @@ class LoadPlan:
         """Return whether the checkpoint has a bucket with the parameter."""
         # a rank that owns a matrix but stores no part of it does not know the bucket
         return all(value.where.stored is None for value in values.values()) or any(
-            value.in_bucket(kind, self._contents) is not None
+            value.found_in(self._contents, kind) is not None
             for value in values.values()
             for kind in self._contents.in_buckets
         )

@@ -9,7 +9,8 @@ it needs, and checkpoints do not depend on the layout of the run.
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -20,14 +21,47 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.place import row_cut
-from megatron_eopt.checkpoint.keys import state_key, tensors, unstacked_key
+from megatron_eopt.checkpoint.keys import matrix_state_key, state_key, tensors, unstacked_key
 from megatron_eopt.checkpoint.rows import LocalRows, RowGrid, param_of, with_plain_data
+from megatron_eopt.layouts.boxes import Box, cut
+from megatron_eopt.matrices import Split
+from megatron_eopt.routing.parameters import cut_dimension
+from megatron_eopt.storage.shard import Fragment, fragment_layouts
 
-type _Cut = tuple[tuple[int, ...], tuple[int, ...]]
-
-type Box = tuple[ShardedTensor, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
+type StoredBox = tuple[ShardedTensor, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
 """The model's entry; sizes, and offset in the checkpoint's tensor; first element and strides in the
 flat local values."""
+
+
+class Section(NamedTuple):
+    """A box of an unsharded parameter, of which each tensor-parallel rank has an equal part."""
+
+    key: str  # the model's
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]  # in the tensor of this key
+    global_shape: tuple[int, ...] = ()  # of that tensor
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """A box of a logical matrix, and where a checkpoint has it if state is saved by parameter."""
+
+    name: str  # the parameter's, unique in the model
+    matrix: tuple[int, int]  # index of the matrix, and the number of the parameter's matrices
+    shape: tuple[int, int]  # of the matrix
+    box: Box  # in the matrix
+    parameter: str  # key of the tensor that has it
+    whole: tuple[int, ...]  # that tensor's shape
+    place: tuple[int, ...]  # index of the box's first element there
+
+    def key(self, kind: str) -> str:
+        """Return the key of a kind of the matrix's state."""
+        return matrix_state_key(kind, self.name, self.matrix)
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The box's shape in the tensor."""
+        return (1,) * (len(self.whole) - len(self.box.shape)) + self.box.shape
 
 
 class ParameterSpace:
@@ -83,7 +117,7 @@ class ParameterSpace:
         # the offset in the whole parameter is 0, without the index of its layer or expert
         return any(not any(box[2][self.prepended :]) for box in self.boxes(start, stop))
 
-    def boxes(self, start: int, stop: int) -> Iterator[Box]:
+    def boxes(self, start: int, stop: int) -> Iterator[StoredBox]:
         """Yield the boxes that cover a range of the flattened local parameter."""
         for piece in self._pieces:
             data, ones = piece.data, (1,) * piece.prepend_axis_num
@@ -93,6 +127,63 @@ class ParameterSpace:
             for part, shape in cut((*ones, *data.shape), strides, before, before + stop - start):
                 offset = tuple(map(operator.add, piece.global_offset, part))
                 yield piece, shape, offset, math.sumprod(part, strides) - before, strides
+
+    def sections(self, param: Tensor) -> list[Section]:
+        """Return the boxes that the parameter consists of without tensor parallelism."""
+        boxes, dim = list(self.boxes(0, param.numel())), cut_dimension(param)
+        sections = []
+        begin: dict[str, int] = {}  # of the next section of each tensor
+        for piece, sizes, offset, _, _ in boxes:
+            whole, place = list(sizes), list(offset)
+            if dim != -1:
+                at = dim - param.dim()
+                held = sum(box[1][at] for box in boxes if box[0].key == piece.key)
+                whole[at] = sizes[at] * (piece.global_shape[at] // held)
+                place[at] = begin.get(piece.key, 0)
+                begin[piece.key] = place[at] + whole[at]
+            shape = tuple(piece.global_shape)
+            sections.append(Section(piece.key, tuple(whole), tuple(place), shape))
+        return sections
+
+    def matrices(self, param: Tensor, split: Split) -> Iterator[MatrixPart]:
+        """Yield the boxes of all logical matrices of a parameter of two dimensions."""
+        sections, axis = self.sections(param), max(cut_dimension(param), 0)
+        fragment = Fragment(0, 0, math.prod(split.shape))
+        size = sum(section.shape[axis - 2] for section in sections) if param.dim() == 2 else 0
+        if len(split.shape) != 2 or split.shape[axis] != size:
+            return
+        layouts = fragment_layouts(split, -1, 1, [fragment])
+        start = 0  # of a section, in the dimension in which they follow one another
+        for section in sections:
+            *lead, height, width = section.shape
+            corner = (start, 0) if axis == 0 else (0, start)
+            start += section.shape[axis - 2]
+            here = Box(corner, (height, width))
+            for number, layout in enumerate(layouts):
+                for offset, row, column, *sides in zip(
+                    *(getattr(layout.boxes, name).tolist() for name in _COLUMNS), strict=True
+                ):
+                    there = divmod(offset, split.cols)
+                    part = here.clip(Box(there, tuple(sides)))
+                    if part is None:
+                        continue
+                    inside = map(operator.sub, part.offset, there)
+                    moved = map(operator.sub, part.offset, corner)
+                    yield MatrixPart(
+                        self.name,
+                        (number, len(layouts)),
+                        layout.shape,
+                        Box(tuple(map(operator.add, (row, column), inside)), part.shape),
+                        section.key,
+                        section.global_shape,
+                        (
+                            *section.offset[: len(lead)],
+                            *map(operator.add, section.offset[len(lead) :], moved),
+                        ),
+                    )
+
+
+_COLUMNS = ("offset", "row", "column", "height", "width")
 
 
 def parameter_spaces(
@@ -158,31 +249,3 @@ def parameter_spaces(
             pieces = rows.found_in(uncut, rows.count, stored.detach())
         spaces[param] = ParameterSpace(key, stored, pieces)
     return spaces
-
-
-def cut(sizes: Sequence[int], strides: Sequence[int], start: int, stop: int) -> Iterator[_Cut]:
-    """Yield the boxes ``(offset, lengths)`` of a strided view that cover a range of its storage.
-
-    ``strides`` are descending, each at least the extent of all following dimensions. ``start`` and
-    ``stop`` count storage elements, as strides do.
-    """
-    if 0 in sizes or not (start < stop and stop > 0):
-        return
-    if not sizes:
-        if start <= 0:
-            yield (), ()
-        return
-    (size, *inner_sizes), (stride, *inner_strides) = sizes, strides
-    # from the first to the last element of a row; between rows there may be gaps
-    extent = 1 + sum((n - 1) * s for n, s in zip(inner_sizes, inner_strides, strict=True))
-    # rows of which the range has any element, and those that it covers completely
-    touched = max(0, (start - extent) // stride + 1), min(size, -(-stop // stride))
-    whole = max(touched[0], -(-start // stride)), min(touched[1], (stop - extent) // stride + 1)
-    if whole[0] < whole[1]:
-        yield (whole[0], *(0 for _ in inner_sizes)), (whole[1] - whole[0], *inner_sizes)
-    else:
-        whole = touched[1], touched[1]
-    for row in (*range(touched[0], whole[0]), *range(whole[1], touched[1])):
-        before = row * stride
-        for offset, lengths in cut(inner_sizes, inner_strides, start - before, stop - before):
-            yield (row, *offset), (1, *lengths)

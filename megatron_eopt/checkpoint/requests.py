@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
+from torch import Tensor
 
 from megatron_eopt.base.agreement import gather_unique, totals
 from megatron_eopt.base.names import MAINS, STEP
@@ -16,7 +17,7 @@ from megatron_eopt.checkpoint.buckets import SavedBuckets
 from megatron_eopt.checkpoint.contents import Contents, Shapes, unstacked
 from megatron_eopt.checkpoint.keys import matrix_state_key
 from megatron_eopt.checkpoint.migration import LoadPlan
-from megatron_eopt.checkpoint.parameter_space import ParameterSpace, parameter_spaces
+from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace, parameter_spaces
 from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import (
@@ -119,7 +120,7 @@ class StateRequests:
             shapes: Global shapes of the checkpoint's tensors.
             groups: Its parameter groups.
             policy: What may differ.
-            buckets: What it says about its buckets.
+            buckets: What it says about its buckets; None for a rank's file.
 
         Returns:
             What starts fresh or is read from another source.
@@ -127,9 +128,9 @@ class StateRequests:
         Raises:
             ConfigurationError: If state is missing; names the parameters and kinds.
         """
-        buckets = buckets or SavedBuckets()
-        self.common = buckets.common
-        contents = Contents(shapes, SavedGroups(groups, self._optimizers), buckets.boxes)
+        self.common = () if buckets is None else buckets.common
+        boxes = None if buckets is None else buckets.boxes
+        contents = Contents(shapes, SavedGroups(groups, self._optimizers), boxes)
         self._by_order = not contents.names_buckets
         reading = LoadPlan(policy, contents, has_stepped=self._has_stepped)
         # state of one parameter continues or starts fresh together, see Note [Meaning of state]
@@ -250,6 +251,7 @@ class StateRequests:
                 states[update_rule, number],
                 item,
                 self._buckets.get(position),
+                self._matrices_of(space, item.param, update_rule, number),
             )
             for kind, tensor in tensors.items():
                 yield saved_state.sharded_value(kind, tensor, where)
@@ -269,7 +271,10 @@ class StateRequests:
             count = len(update_rule.shards[its.shard].layouts) if update_rule.shards else 1
             group = link.groups_of(update_rule)[update_rule.group_of[its.shard]]
             reader = Reader(names[update_rule], group.get("momentum"))
-            where = saved_state.ParameterLocation(spaces[param], replica, reader, state)
+            parts = self._matrices_of(spaces[param], param, update_rule, its.shard)
+            where = saved_state.ParameterLocation(
+                spaces[param], replica, reader, state, matrices=parts if its.per_element else ()
+            )
             yield saved_state.unsharded_value(its, where, count)
             if id(state) not in counted:
                 counted.add(id(state))
@@ -279,6 +284,15 @@ class StateRequests:
                 else:
                     # a parameter's count is written by the rank that stores its first element
                     yield from self._count(update_rule, where, (0, 1), writes=False)
+
+    def _matrices_of(
+        self, space: ParameterSpace, param: Tensor, update_rule: UpdateRule, number: int
+    ) -> Sequence[MatrixPart]:
+        """Return a parameter's logical matrices to load from, if it has several."""
+        shard = update_rule.shards[number] if update_rule.shards else None
+        if self._counts is not None or shard is None or shard.slab or len(shard.layouts) == 1:
+            return ()
+        return tuple(space.matrices(param, shard.split))
 
     def _count(
         self,

@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.names import MAINS, STEP
-from megatron_eopt.checkpoint.buckets import Box
-from megatron_eopt.checkpoint.contents import Contents, Piece, Pieces, unstacked
+from megatron_eopt.checkpoint.buckets import SavedBox
+from megatron_eopt.checkpoint.contents import Contents, Piece, Pieces
 from megatron_eopt.checkpoint.keys import (
     buffer_params_key,
     kind_of,
     matrix_state_key,
     state_key,
 )
-from megatron_eopt.checkpoint.parameter_space import ParameterSpace, parameter_spaces
+from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace, parameter_spaces
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import Reader
 from megatron_eopt.optimizers.update_rule import UnshardedState, UpdateRule
@@ -80,7 +80,7 @@ class BucketSpace:
         layout = {"prefixes": self.prefixes, "boxes": boxes}
         return ShardedObject(self.params_key, layout, (1,), (0,), replica_id=self._replica)
 
-    def _boxes(self, model_state: Mapping[str, Any]) -> Iterator[Box]:
+    def _boxes(self, model_state: Mapping[str, Any]) -> Iterator[SavedBox]:
         """Yield the boxes of all parameters in the buckets, those of other ranks, too."""
         buffers = self._optimizer.buffers
         spaces = parameter_spaces(model_state, [p for b in buffers for p in b.param_index_map])
@@ -121,6 +121,7 @@ class ParameterLocation:
     state: dict[str, Any] | None = None
     stored: MainShard | None = None  # what this rank stores; None for a matrix on its owner rank
     buckets: BucketSpace | None = None  # its place in checkpoints by bucket, if any
+    matrices: Sequence[MatrixPart] = ()  # its logical matrices, if it has several
 
     @property
     def holds_first(self) -> bool:
@@ -152,30 +153,24 @@ class StateValue:
         """Whether it is a step count that may differ from the common one."""
         return self.flat is None and self.kept is None
 
-    def forms(self, kind: str) -> Iterator[Pieces]:
-        """Yield the pieces under the keys of ``kind``: in stacked tensors, then unstacked."""
-        own, other = state_key(self.kind, ""), state_key(kind, "")
-        if kind != self.kind and not all(piece.key.startswith(own) for piece in self.pieces):
-            return  # state of one matrix has no other names
-        # what is loaded from another kind of state still goes to this value's tensor
-        pieces = tuple(replace(p, key=p.key.replace(own, other, 1)) for p in self.pieces)
-        yield pieces
-        if self.stacked:
-            yield unstacked(pieces, self.stacked)
-
     def found_in(self, contents: Contents, kind: str) -> "StateValue | None":
         """Return this value where a checkpoint has a fitting kind of state; None without."""
-        found = [contents.find(pieces) for pieces in self.forms(kind)]
-        values = [replace(self, pieces=pieces) for pieces in found if pieces is not None]
-        return next(iter(values), None) or self.in_bucket(kind, contents)
+        found = [
+            contents.find(piece, self.kind, kind, self.stacked, self.where.matrices)
+            for piece in self.pieces
+        ]
+        pieces = tuple(piece for piece in found if piece is not None)
+        if len(pieces) == len(found):
+            return replace(self, pieces=pieces)
+        return self.in_bucket(kind, contents)
 
     def misfit_in(self, contents: Contents, kind: str) -> str:
         """Return how a checkpoint's kind of state differs from this value."""
-        for pieces in self.forms(kind):
-            for piece in pieces:
-                shape = contents.shape_of(piece)
-                if shape is not None and shape != tuple(piece.global_shape):
-                    return f"of shape {shape} must have shape {tuple(piece.global_shape)}"
+        own, other = state_key(self.kind, ""), state_key(kind, "")
+        for piece in self.pieces:
+            shape = contents.shape_of(replace(piece, key=piece.key.replace(own, other, 1)))
+            if shape is not None and shape != tuple(piece.global_shape):
+                return f"of shape {shape} must have shape {tuple(piece.global_shape)}"
         return "is of other matrices"
 
     def in_bucket(self, kind: str, contents: Contents | None = None) -> "StateValue | None":
@@ -191,14 +186,12 @@ class StateValue:
                 piece = buckets.piece(stored.param, kind, flat, prefix)
                 if contents is None or contents.has_bucket(piece, buckets.params_key):
                     return replace(self, pieces=(piece,), bucket=prefix, homes=homes)
-        pieces = contents and contents.find_in_buckets(self.pieces, self.kind, kind)
-        return replace(self, pieces=pieces) if pieces else None
+        return None
 
     @property
     def is_in_bucket(self) -> bool:
         """Whether it is read from buckets of many parameters."""
-        in_boxes = any(isinstance(piece, ShardedTensorFactory) for piece in self.pieces)
-        return self.bucket is not None or in_boxes
+        return any(".bucket_idx_" in piece.key for piece in self.pieces)
 
     def is_models(self, loaded: Sequence[Tensor]) -> bool:
         """Return whether main weights, loaded for each piece, are the model's after rounding."""

@@ -5,7 +5,10 @@ intersections of these are all boxes. So layouts of thousands of ranks stay smal
 them are vectorised.
 """
 
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -125,6 +128,51 @@ class Boxes:
     def extent(self) -> Int64Array:
         """One past the last storage offset."""
         return self.offset + (self.height - 1) * self.stride + self.width
+
+
+class Box(NamedTuple):
+    """A box of a tensor of any number of dimensions, which belongs to no rank."""
+
+    offset: tuple[int, ...]  # index of its first element
+    shape: tuple[int, ...]
+
+    def clip(self, other: "Box") -> "Box | None":
+        """Return the part that is in another box; None if there is none."""
+        low = tuple(map(max, self.offset, other.offset))
+        high = map(min, self._stop(), other._stop())
+        shape = tuple(map(operator.sub, high, low))
+        return Box(low, shape) if min(shape, default=1) > 0 else None
+
+    def _stop(self) -> Iterator[int]:
+        return map(operator.add, self.offset, self.shape)
+
+
+def cut(sizes: Sequence[int], strides: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes of a strided view that cover a range of its storage.
+
+    ``strides`` are descending, each at least the extent of all following dimensions. ``start`` and
+    ``stop`` count storage elements, as strides do.
+    """
+    if 0 in sizes or not (start < stop and stop > 0):
+        return
+    if not sizes:
+        if start <= 0:
+            yield Box((), ())
+        return
+    (size, *inner_sizes), (stride, *inner_strides) = sizes, strides
+    # from the first to the last element of a row; between rows there may be gaps
+    extent = 1 + sum((n - 1) * s for n, s in zip(inner_sizes, inner_strides, strict=True))
+    # rows of which the range has any element, and those that it covers completely
+    touched = max(0, (start - extent) // stride + 1), min(size, -(-stop // stride))
+    whole = max(touched[0], -(-start // stride)), min(touched[1], (stop - extent) // stride + 1)
+    if whole[0] < whole[1]:
+        yield Box((whole[0], *(0 for _ in inner_sizes)), (whole[1] - whole[0], *inner_sizes))
+    else:
+        whole = touched[1], touched[1]
+    for row in (*range(touched[0], whole[0]), *range(whole[1], touched[1])):
+        before = row * stride
+        for offset, lengths in cut(inner_sizes, inner_strides, start - before, stop - before):
+            yield Box((row, *offset), (1, *lengths))
 
 
 def ragged_arange(counts: Int64Array) -> Int64Array:

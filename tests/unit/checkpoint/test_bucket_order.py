@@ -14,8 +14,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_eopt import ConfigurationError, checkpoints
-from megatron_eopt.checkpoint.bucket_order import Entry, Order, Section, boxes_by_order
+from megatron_eopt.checkpoint.bucket_order import Entry, Order, boxes_by_order
 from megatron_eopt.checkpoint.keys import split_key
+from megatron_eopt.checkpoint.parameter_space import Section
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import (

@@ -1,0 +1,118 @@
+"""Puts together a piece of state from the boxes that a checkpoint has.
+
+Note [Sources]
+    What a load asks for is a box of a tensor: of a parameter's state, or of one matrix's. What a
+    checkpoint has of it are sources: the whole tensor, one for each layer of a stack, padding that
+    repeats the last row, ranges of flat buckets, the matrices of a fused weight. All are boxes, so
+    one function reads any of them into any layout.
+"""
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from torch import Tensor
+
+from megatron_eopt.layouts.boxes import Box
+
+type _Where = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A box of what is asked for that a checkpoint has, and where.
+
+    The tensor that is asked for and the checkpoint's may have further leading dimensions of which
+    the box has one index.
+    """
+
+    key: str  # of the checkpoint's tensor
+    whole: tuple[int, ...]  # that tensor's shape
+    box: Box  # in the tensor that is asked for
+    place: tuple[int, ...]  # index of the box's first element in the checkpoint's tensor
+    strides: tuple[int, ...] | None = None  # of the box in a flat tensor, if it is in one
+    repeats: bool = False  # whether all rows of the box are one row of the tensor
+
+    def part(self, part: Box) -> tuple[Box, tuple[int, ...]]:
+        """Return what to read of the tensor for a part of the box, and the strides in it."""
+        moved = tuple(map(operator.sub, part.offset, self.box.offset))
+        if self.strides is not None:
+            first = self.place[0] + math.sumprod(moved, self.strides)
+            length = 1 + math.sumprod((n - 1 for n in part.shape), self.strides)
+            return Box((int(first),), (int(length),)), self.strides
+        shape = part.shape
+        if self.repeats:
+            shape, moved = (1, *shape[1:]), (0, *moved[1:])
+        strides = [math.prod(shape[n + 1 :]) for n in range(len(shape))]
+        strides[0] *= not self.repeats
+        # dimensions are aligned at the last one
+        dims = min(len(self.whole), len(shape))
+        lead = len(self.whole) - dims
+        offset = (
+            *self.place[:lead],
+            *map(operator.add, self.place[lead:], moved[len(moved) - dims :]),
+        )
+        return Box(offset, ((1,) * lead + shape)[-len(self.whole) :]), tuple(strides)
+
+
+def assemble(
+    piece: ShardedTensor, sources: Sequence[Source]
+) -> ShardedTensor | ShardedTensorFactory | None:
+    """Return what reads a piece from a checkpoint; None if sources lack a part of it.
+
+    What is read needs no other memory than the piece's where the elements are in the same order.
+    """
+    wanted = Box(tuple(piece.global_offset), tuple(piece.local_shape))
+    found = [(source, part) for source in sources if (part := wanted.clip(source.box))]
+    if sum(math.prod(part.shape) for _, part in found) != math.prod(wanted.shape):
+        return None
+    reads: dict[str, ShardedTensor] = {}
+    places: dict[str, tuple[_Where, tuple[int, ...], tuple[int, ...]]] = {}
+    for number, (source, part) in enumerate(found):
+        box, strides = source.part(part)
+        read = replace(
+            piece,
+            key=source.key,
+            data=None,
+            local_shape=box.shape,
+            global_shape=source.whole,
+            global_offset=box.offset,
+            axis_fragmentations=None,
+            prepend_axis_num=0,
+            allow_shape_mismatch=False,
+        )
+        starts = map(operator.sub, part.offset, wanted.offset)
+        where = tuple(slice(at, at + n) for at, n in zip(starts, part.shape, strict=True))
+        if len(found) == 1 and box.shape == part.shape and source.strides is None:
+            return replace(read, data=piece.data)
+        if len(found) == 1 and _is_in_order(piece.data, part.shape, strides):
+            # the same memory, in the dimensions of the checkpoint's tensor
+            return replace(read, data=piece.data.view(box.shape))
+        reads[str(number)], places[str(number)] = read, (where, part.shape, strides)
+
+    target: Tensor = piece.data
+
+    def build(*_: Any) -> dict[str, ShardedTensor]:
+        for read in reads.values():
+            read.data = target.new_empty(read.local_shape)
+        return dict(reads)
+
+    def merge(loaded: Mapping[str, Tensor]) -> Tensor:
+        for number, (where, shape, strides) in places.items():
+            value = loaded[number]
+            view = value.as_strided(shape, strides, value.storage_offset())
+            target[where].copy_(view)
+        return target
+
+    return ShardedTensorFactory(found[0][0].key, piece.data, build, merge, piece.replica_id)
+
+
+def _is_in_order(data: Tensor, shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether a contiguous piece has its elements one after another, as they are saved."""
+    usual = (math.prod(shape[n + 1 :]) for n in range(len(shape)))
+    sizes = zip(shape, usual, strides, strict=True)
+    return data.is_contiguous() and all(own == its for n, own, its in sizes if n > 1)
