@@ -30,9 +30,11 @@ from megatron_eopt.matrices import (
     qkv,
     side_by_side,
 )
+from megatron_eopt.routing.orientation import inputs_first, interleaves
 
-GATE_UP = "gate_up_proj"
-"""What transformers calls a linear module, or a parameter of all experts, that has gate and up."""
+GATED = {"gate_up_proj": "down_proj", "input_linear": "output_linear"}
+"""What transformers calls a linear module, or a parameter of all experts, that has gate and up, and
+what follows it."""
 
 _SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),
@@ -87,8 +89,8 @@ def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight
         return FusedWeight("mla", None, partial(_in_groups, groups=groups), {})
     if child == "in_proj":
         return _linear_attention(owner, linear)
-    if child == GATE_UP:
-        return _gate_over_up(owner)
+    if child in GATED:
+        return _gate_beside_up(owner, child)
     if looks_like_heads(owner, child):
         return _heads(owner, child)
     return None
@@ -109,7 +111,7 @@ def _heads(owner: nn.Module, child: str) -> FusedWeight | None:
     """Return the heads of a separate projection, as its module gives their size or number."""
     names = _names_beside(owner, child)
     assert names is not None
-    queries, rows = (_shape_of(getattr(owner, name))[0] for name in (names[0], child))
+    queries, rows = (_shape_of(owner, name)[0] for name in (names[0], child))
     config = getattr(owner, "config", None)
     heads = _number(_HEADS, owner, config)
     # keys and values have fewer heads than queries if they have fewer rows
@@ -121,16 +123,22 @@ def _heads(owner: nn.Module, child: str) -> FusedWeight | None:
     return FusedWeight("per_head", None, partial(per_head, head_dim=head_dim), {})
 
 
-def _shape_of(item: Any) -> tuple[int, ...]:
-    """Return the shape of a parameter, or of the weight of a linear layer.
+def _shape_of(owner: nn.Module, name: str) -> tuple[int, ...]:
+    """Return the outputs and inputs, last, of a parameter or of the weight of a linear layer.
 
     An adapter may wrap the layer. A parametrized weight is not computed, which could change state.
     """
+    item = owner._parameters.get(name, owner._modules.get(name))
     item = getattr(item, "base_layer", item)
-    own = item._parameters.get("weight") if isinstance(item, nn.Module) else item
-    if own is not None:
-        return whole_shape(own)
-    return (getattr(item, "out_features", 0), getattr(item, "in_features", 0))
+    if isinstance(item, nn.Module):
+        owner, name = item, "weight"
+    own = owner._parameters.get(name)
+    if own is None:
+        return (getattr(item, "out_features", 0), getattr(item, "in_features", 0))
+    *experts, rows, cols = whole_shape(own)
+    if inputs_first(owner, name, own.dim()):
+        rows, cols = cols, rows
+    return (*experts, rows, cols)
 
 
 def _number(names: tuple[str, ...], *holders: Any) -> int | None:
@@ -181,7 +189,7 @@ def _latent_attention_elsewhere(owner: nn.Module, child: str) -> FusedWeight | N
     heads = _number(_HEADS, owner, config)
     if heads and child == "q_b_proj" and hasattr(owner, "o_a_proj"):
         # DeepSeek-V4's queries, whose heads rotate in their last rows only
-        rows = _shape_of(getattr(owner, child))[0]
+        rows = _shape_of(owner, child)[0]
         return FusedWeight("per_head", rows, partial(per_head, head_dim=rows // heads), {})
     if not (hasattr(owner, "kv_b_proj") and nope and rotary and value and latent and heads):
         return None
@@ -212,15 +220,10 @@ def _gated_linear_unit(owner: Any) -> FusedWeight | None:
     return FusedWeight("gated", None, partial(gated, interleave=interleave), {})
 
 
-def _gate_over_up(owner: Any) -> FusedWeight | None:
-    """transformers: gate above up. A transposed weight, by ``down_proj``'s shape, is not split."""
-    fused, down = (
-        _shape_of(item) if (item := getattr(owner, name, None)) is not None else (1, 0)
-        for name in (GATE_UP, "down_proj")
-    )
-    # ``is_concatenated`` is False where transformers interleaves the rows of gate and up
-    is_pile = fused[-2] == 2 * down[-1] and getattr(owner, "is_concatenated", True)
-    return FusedWeight("gated", None, gated, {}) if is_pile else None
+def _gate_beside_up(owner: nn.Module, child: str) -> FusedWeight | None:
+    """transformers: the outputs of the gate, then those of up. Alternating ones are not split."""
+    fits = _shape_of(owner, child)[-2] == 2 * _shape_of(owner, GATED[child])[-1]
+    return FusedWeight("gated", None, gated, {}) if fits and not interleaves(owner) else None
 
 
 def _linear_attention(owner: Any, linear: Any) -> FusedWeight | None:

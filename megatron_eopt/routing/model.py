@@ -30,7 +30,13 @@ from megatron_eopt.routing.routes import (
     unmatched,
     with_callers_grouping,
 )
-from megatron_eopt.routing.splits import QKV_TAG, declared_qkv, find_splits, of_all_layers
+from megatron_eopt.routing.splits import (
+    NO_ORDER,
+    QKV_TAG,
+    declared_qkv,
+    find_splits,
+    of_all_layers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -180,13 +186,29 @@ def with_splits(
             "a Split such as matrices.gated(param.shape) for gate and up projections.",
             ", ".join(names),
         )
-    raw = [r.parameter.name for r in routing.routes if r.why.startswith(NO_LAYER)]
+    no_layer = [r.parameter for r in routing.routes if r.why.startswith(NO_LAYER)]
+    raw = [parameter.name for parameter in no_layer if parameter.has_matrix_shape]
     if raw and is_rank_0():
         logger.warning(
             "These 2-D parameters are not the weight of a layer, so %s updates them: %s. Set "
             "param.eopt_split = 'whole' on those that are matrices.",
             settings.scalar,
             of_all_layers(raw),
+        )
+    as_stored = [
+        r.parameter.name
+        for r in routing.routes
+        if state_layout_of(r.optimizer) != "element_wise"
+        and (split := splits.get(r.parameter.param)) is not None
+        and split.kind == NO_ORDER
+    ]
+    if as_stored and is_rank_0():
+        logger.warning(
+            "These weights have one matrix per expert, but the code of their modules does not show "
+            "which dimension is the input, so they are updated as (experts, out, in): %s. Set "
+            "param.eopt_split = 'whole' if that is right, or 'transposed' if they are (experts, "
+            "in, out).",
+            of_all_layers(as_stored),
         )
     return replace(routing, splits=splits)
 

@@ -20,7 +20,7 @@ _OF_MODELS = frozenset({"output", "embed_out"})
 
 _HEAD = re.compile(
     r"(?!pre_|conv_)(.+_)?(heads?|classifier|score|logits|predictions?)|head_dist|cls|qa_outputs"
-    r"|final_layer|proj_out(_\d)?|conv_out"
+    r"|final_layer|proj_out(_\d)?|conv_out|(class|bbox|box|span)_(embed|predictor)"
 )
 """Names of modules that are heads: of classifiers, of rewards and values, of image models."""
 
@@ -28,6 +28,7 @@ _LAST = re.compile(r"fc|output|projection|to_(logits|pixels)|last_linear")
 """Names that heads have, but hidden layers too: only the last linear layer is one."""
 
 _FEW = 4  # an output layer has fewer rows than columns by this factor
+_BOX = 4  # most rows of a layer that is an output wherever it is: a box has four
 
 
 def output_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
@@ -92,8 +93,9 @@ def _holders_of_tables(model: nn.Module, paths: dict[str, str]) -> set[str]:
 def likely_heads(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return modules that look like output layers, but are not among the ``known`` ones, by path.
 
-    Known names tell, outside of repeated layers. Without a known or tied output layer, so does the
-    shape of the last linear layer: few rows, or those of the largest table.
+    Known names tell, outside of repeated layers. So do at most four rows there. Without a known or
+    tied output layer, so does the shape of the last linear layer: few rows, or those of the largest
+    table.
     """
     modules, paths = dict(model.named_modules()), plain_paths(model)
     embeddings = [module for module in modules.values() if isinstance(module, nn.Embedding)]
@@ -109,15 +111,18 @@ def likely_heads(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, 
     for path, module in modules.items():
         if not isinstance(module, nn.Linear | _ConvNd) or done(module):
             continue
-        words = paths[path].split(".")
-        # a component that is a number belongs to repeated layers
-        words = words[: next((n for n, word in enumerate(words) if word.isdigit()), len(words))]
+        every = paths[path].split(".")
+        # a component that is a number belongs to repeated layers, unless it ends the path
+        words = every[: next((n for n, word in enumerate(every) if word.isdigit()), len(every))]
         depth = next((n for n, word in enumerate(words) if _HEAD.fullmatch(word)), None)
-        ends_here = path == last and len(words) == len(paths[path].split("."))
-        by_name = ends_here and _LAST.fullmatch(words[-1])
+        is_outside = len(every) - len(words) < 2
+        ends_here = path == last and is_outside
+        by_name = ends_here and _LAST.fullmatch(every[-1])
+        by_shape = ends_here and not has_output and _is_output_like(module, largest)
+        is_box = is_outside and path in linears and _is_box(module)
         if depth is not None:
             found.setdefault(".".join(words[: depth + 1]), None)
-        elif by_name or (ends_here and not has_output and _is_output_like(module, largest)):
+        elif by_name or by_shape or is_box:
             found.setdefault(paths[path], None)
     by_plain = {paths[path]: module for path, module in modules.items()}
     return {path: by_plain[path] for path in found}
@@ -128,6 +133,13 @@ def _has(params: Collection[int]) -> Callable[[nn.Module], bool]:
     return lambda module: any(id(param) in params for param in module.parameters())
 
 
+def _has_few(linear: Any) -> bool:
+    return bool(linear.out_features * _FEW <= linear.in_features)
+
+
+def _is_box(linear: Any) -> bool:
+    return _has_few(linear) and linear.out_features <= _BOX
+
+
 def _is_output_like(linear: Any, table: tuple[int, int] | None) -> bool:
-    shape = (linear.out_features, linear.in_features)
-    return shape[0] * _FEW <= shape[1] or shape == table
+    return _has_few(linear) or (linear.out_features, linear.in_features) == table

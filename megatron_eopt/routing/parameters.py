@@ -30,7 +30,7 @@ class ModelParameter:
     is_embedding: bool  # whether it belongs to an embedding table or the output layer
     is_router: bool  # whether it belongs to a mixture-of-experts router
     is_stack: bool = False  # whether it is 3-D and holds one matrix for each expert
-    why_vector: str | None = None  # why its module says that it is not a matrix, if it is 2-D
+    why_vector: str | None = None  # why its module says that it is not a layer's weight
     convolution: _ConvNd | None = None  # the convolution whose weight it is
 
     @property
@@ -68,15 +68,17 @@ class ModelParameter:
         """Return why an emerging optimizer does not update this parameter; None if it does.
 
         Args:
-            by_module: Whether the module decides about 2-D parameters; otherwise all are matrices.
+            by_module: Whether the module tells what is not a layer's weight; otherwise every 2-D
+                parameter is one.
             convolutions: Whether convolutions are flattened to matrices.
         """
         if self.is_embedding:
             return "embedding or output layer"
         if self.param.is_complex():
             return "complex numbers"
+        why_vector = self.why_vector if by_module else None
         if not self.has_matrix_shape:
-            return f"{len(self.shape)}-D"
+            return why_vector or f"{len(self.shape)}-D"
         if self.is_declared:
             return None
         if self.convolution is not None:
@@ -84,7 +86,7 @@ class ModelParameter:
                 return f"{len(self.shape)}-D"
             depthwise = 1 < self.convolution.groups == self.shape[0]
             return "depthwise convolution" if depthwise else None
-        return self.why_vector if by_module else None
+        return why_vector
 
 
 def cut_dimension(param: torch.Tensor) -> int:
@@ -172,9 +174,9 @@ def _is_of(places: Iterable[Place], kinds: tuple[type, ...]) -> bool:
 
 
 def _why_vector(places: Sequence[Place]) -> str | None:
-    """Return why a parameter is not a matrix, unless one of its places says that it is."""
-    if places[0].param.dim() != 2:
+    """Return why a parameter is no layer's weight, unless one of its places says that it is."""
+    if places[0].param.dim() < 2:
         return None
     reasons = [place.why_vector for place in places]
-    # a tied weight is a matrix if one of its layers uses it so
+    # a tied weight is one if one of its layers uses it so
     return reasons[0] if all(reasons) else None

@@ -7,11 +7,12 @@ what a parameter is for.
 
 import math
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from megatron_eopt.base.place import whole_shape
@@ -25,7 +26,7 @@ _WEIGHT = re.compile(r"(.+_)?weight(\d+|_(ih|hh|hr)(_.+)?)?")
 """
 
 NO_LAYER = "not the weight of a layer"
-"""Why parameters that a module uses in its own way get the scalar optimizer."""
+"""Why parameters that a module uses in its own way, such as latents, get the scalar optimizer."""
 
 _NORM = re.compile(r"Norm(?!.*(Linear|MLP))")
 """Classes whose weight is a gain for each element, such as Cohere's norms of ``(heads, dim)``."""
@@ -55,7 +56,7 @@ class Place:
     def is_of_experts(self) -> bool:
         """Whether the module's class or path says that it holds one matrix for each expert."""
         named = "experts" in (*self.path.split("."), self.leaf)
-        return named or "Experts" in type(self.module).__name__
+        return named or "Experts" in origin(self.module).__name__
 
     @property
     def is_stack(self) -> bool:
@@ -65,8 +66,8 @@ class Place:
 
     @property
     def why_vector(self) -> str | None:
-        """Why a 2-D parameter is not a matrix; None if its module says that it is one."""
-        kind = type(self.module).__name__
+        """Why a parameter is not the weight of a layer; None if its module says that it is one."""
+        kind = origin(self.module).__name__
         if self.is_gain:
             return "gain of a normalized weight"
         if "bias" in self.leaf:
@@ -74,8 +75,8 @@ class Place:
         if _NORM.search(kind):
             return "weight of a norm"
         if _WEIGHT.fullmatch(self.leaf):
-            has_one = min(whole_shape(self.param), default=1) == 1 and not of_megatron(self.module)
-            return "one row or column" if has_one else None
+            has_one = self.param.dim() == 2 and 1 in whole_shape(self.param)
+            return "one row or column" if has_one and not of_megatron(self.module) else None
         if _HYPER.search(kind) and self.leaf.endswith("fn"):
             return None
         return None if self.is_of_experts else NO_LAYER
@@ -83,8 +84,26 @@ class Place:
 
 def of_megatron(module: nn.Module) -> bool:
     """Whether a module's class comes from Megatron or Transformer Engine, or is derived from it."""
-    roots = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
+    roots = {cls.__module__.partition(".")[0] for cls in origin(module).__mro__}
     return not roots.isdisjoint({"megatron", "transformer_engine"})
+
+
+def origin(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before wrappers swapped it.
+
+    FSDP, Megatron-FSDP's second version and parametrizations derive a class from it at run time,
+    which inherits from the wrapper's own class, too.
+    """
+    cls = type(module)
+    while _is_swapped(cls):
+        cls = next(base for base in reversed(cls.__bases__) if issubclass(base, nn.Module))
+    return cls
+
+
+def _is_swapped(cls: type) -> bool:
+    """Whether a class is not one that somebody wrote: no module has it, and it computes nothing."""
+    home, name = sys.modules.get(cls.__module__), cls.__qualname__
+    return "." not in name and "forward" not in vars(cls) and getattr(home, name, None) is not cls
 
 
 def places_in(model: nn.Module) -> Iterator[Place]:
@@ -144,11 +163,3 @@ def conv_shape(convolution: _ConvNd, shape: tuple[int, ...]) -> tuple[int, ...]:
     """
     rest, groups = math.prod(shape[1:]), convolution.groups
     return (shape[0], rest) if groups == 1 else (groups, shape[0] // groups, rest)
-
-
-def stores_inputs_first(module: nn.Module) -> bool:
-    """Whether a layer's weight is ``(in, out)``: transposed convolutions, GPT-2's Conv1D."""
-    return isinstance(module, _ConvTransposeNd) or any(
-        cls.__module__ == "transformers.pytorch_utils" and cls.__name__ == "Conv1D"
-        for cls in type(module).__mro__
-    )

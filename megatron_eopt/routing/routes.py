@@ -291,8 +291,10 @@ def _route(
     values = {**default, **usual, **wanted}
     optimizer = values.pop("optimizer", settings.optimizer)
     if "optimizer" in wanted:
+        check_choice("config_overrides[...]['optimizer']", optimizer, registry.optimizer_names())
+    _check_shape(parameter, optimizer)
+    if "optimizer" in wanted:
         why = "config_overrides: " + "; ".join(labels)
-        _check_wish(parameter, optimizer)
     elif optimizer != settings.optimizer or not defaults:
         why = "; ".join(reasons) or "every parameter"
     else:
@@ -321,10 +323,14 @@ def _by_default(
     return values, labels
 
 
-def _check_wish(parameter: ModelParameter, optimizer: str) -> None:
-    check_choice("config_overrides[...]['optimizer']", optimizer, registry.optimizer_names())
+def _check_shape(parameter: ModelParameter, optimizer: str) -> None:
+    """Raise a ConfigurationError for a parameter that an optimizer of matrices cannot update."""
     if registry.state_layout_of(optimizer) == "element_wise":
         return
+    if 0 in parameter.shape:
+        rule = f"has no elements, so {optimizer} cannot update it"
+        hint = "Remove or freeze it, or set param.use_muon = False"
+        raise ConfigurationError(parameter.name, parameter.shape, rule, hint)
     if not parameter.has_matrix_shape:
         rule = f"updates only matrices, but {parameter.name} has the shape {parameter.shape}"
         hint = "Let the key match only matrices, or set param.eopt_split to 'whole'"

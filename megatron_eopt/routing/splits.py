@@ -14,6 +14,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.core import parallel_state
@@ -25,9 +26,10 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.place import is_part, whole_shape
 from megatron_eopt.matrices import Split, SplitT, checked_shape, local_shape, qkv, whole
 from megatron_eopt.matrices import transposed as turned
-from megatron_eopt.routing.fused import GATE_UP, fused_weight, looks_like_heads
+from megatron_eopt.routing.fused import GATED, fused_weight, looks_like_heads
+from megatron_eopt.routing.orientation import inputs_first
 from megatron_eopt.routing.parameters import cut_dimension
-from megatron_eopt.routing.places import Place, conv_shape, places_in, stores_inputs_first
+from megatron_eopt.routing.places import Place, conv_shape, places_in
 from megatron_eopt.routing.plain_names import plain_paths
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,10 @@ _FUSED_NAME = re.compile(
     r"(linear_)?(qkv|kv|wqkv)(_down)?(_proj)?|in_proj(_\w+)?|gate_up_proj|w13|c_attn|query_key_value"
 )
 
+_GATES = re.compile(r"weight_(ih|hh)(_|$)")
+
+NO_ORDER = "inputs or outputs first?"
+"""Kind of split of experts' weights whose module does not show which dimension is the input."""
 
 _WORDS = ("whole", "transposed")
 """Declarations that name no parts."""
@@ -155,7 +161,8 @@ def _weights(
                 owner, child = _ADAPTED.sub("", place.path).rpartition(".")[::2]
                 in_owner = (modules[owner], child)
                 # transformers has gate and up of all experts as a parameter, without a child module
-                home, called = (place.module, GATE_UP) if place.leaf == GATE_UP else in_owner
+                is_own = place.leaf in GATED
+                home, called = (place.module, place.leaf) if is_own else in_owner
                 yield _Weight(place.name, param, home, called, place)
 
 
@@ -172,6 +179,8 @@ def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) ->
         argument = f"{weight.name}.eopt_split"
         raise ConfigurationError(argument, declared, rule, "Set one of these")
     is_convolution = weight.place.convolution is not None
+    known = inputs_first(weight.linear, weight.place.leaf, weight.param.dim())
+    first = declared == "transposed" or bool(known)
     if declared is None and not is_convolution:
         lengths = declared_qkv(weight.param)
         if lengths is not None:
@@ -179,20 +188,21 @@ def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) ->
         fused = fused_weight(weight.owner, weight.child, weight.linear)
         if fused is not None and fused.kind in which and not _is_packed(weight.param):
             more = fused.per_head if "per_head" in which else {}
-            return _fitted(weight, functools.partial(fused.build, **more), fused.rows)
+            build = functools.partial(fused.build, **more)
+            return _fitted(weight, _turned(build) if first else build, fused.rows)
         if fused is None and _looks_fused(weight):
             unknown.append(weight.name)
-    first = declared == "transposed" or stores_inputs_first(weight.linear)
-    grouped = declared is not None or isinstance(weight.owner, TEGroupedMLP)
-    if is_convolution or first or (grouped and weight.param.dim() != 2):
-        return _fitted(weight, functools.partial(_one, transposed=first))
+    grouped = isinstance(weight.owner, TEGroupedMLP)
+    if declared is None and known is None and weight.place.is_stack and not grouped:
+        return _fitted(weight, lambda shape: replace(whole(shape), kind=NO_ORDER))
+    if is_convolution or first or ((declared or grouped) and weight.param.dim() != 2):
+        return _fitted(weight, _turned(whole) if first else whole)
     return None
 
 
-def _one(shape: tuple[int, ...], *, transposed: bool) -> Split:
-    """Return the split of a weight that is one matrix, or one per expert or group."""
-    *experts, rows, cols = shape
-    return turned(whole((*experts, cols, rows))) if transposed else whole(shape)
+def _turned(build: Callable[[tuple[int, ...]], Split]) -> Callable[[tuple[int, ...]], Split]:
+    """Return what builds the split of a weight that stores its inputs first."""
+    return lambda shape: turned(build((*shape[:-2], shape[-1], shape[-2])))
 
 
 def _fitted(
@@ -269,9 +279,12 @@ def _is_packed(param: nn.Parameter) -> bool:
 
 def _looks_fused(weight: _Weight) -> bool:
     """Tell by names and megatron-core's partition attributes whether a weight looks fused."""
-    names = (weight.child, weight.name.rpartition(".")[2].removesuffix("_weight"))
-    return weight.param.dim() == 2 and (
+    names = (weight.child, weight.place.leaf.removesuffix("_weight"))
+    # of a recurrent layer: LSTM has four gates, GRU three, and a plain one has none
+    units = getattr(weight.linear, "hidden_size", None) if _GATES.match(weight.place.leaf) else None
+    return (weight.param.dim() == 2 or weight.place.is_stack) and (
         any(map(_FUSED_NAME.fullmatch, names))
+        or (units is not None and whole_shape(weight.param)[0] > units)
         or len(getattr(weight.param, "partition_sizes", None) or ()) > 1
         or getattr(weight.param, "partition_stride", 1) > 1
     )

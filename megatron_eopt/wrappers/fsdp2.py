@@ -172,12 +172,17 @@ def _route(
 
 
 def _without_decay(parameters: Sequence[ModelParameter]) -> Overrides:
-    """Return an override that exempts 2-D gains, biases and the like from weight decay."""
+    """Return an override that exempts all but weights of layers and tables from weight decay.
+
+    megatron-core's standard overrides do so for 1-D parameters and biases.
+    """
     vectors = {id(p.param) for p in parameters if p.why_vector and not p.is_declared}
     vectors -= {id(p.param) for p in parameters if p.is_embedding}
     if not vectors:
         return {}
-    predicate = ParamWithNamePredicate(name="2-D vector", fn=lambda param, _: id(param) in vectors)
+    predicate = ParamWithNamePredicate(
+        name="not a layer's weight", fn=lambda param, _: id(param) in vectors
+    )
     return {ParamKey(with_name_predicate=predicate): {"wd_mult": 0.0}}
 
 

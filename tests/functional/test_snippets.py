@@ -64,6 +64,7 @@ def readers_own() -> dict[str, Any]:
     own |= {"build_optimizer": build_optimizer, "dataclasses": dataclasses, "iteration": 100}
     own |= {"model_chunks": [chunk], "config": config, "dataclass": dataclasses.dataclass}
     own |= {"q_rows": 8, "k_rows": 8, "v_rows": 8, "world_size": 1}
+    own["lstm"] = nn.LSTM(8, 6)
     own["cfg"] = SimpleNamespace(optimizer=OptimizerConfig())  # of Megatron-Bridge
     return own | {
         "batches": [torch.ones(2, 8)],

@@ -46,6 +46,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "MambaForCausalLM": _TEXT | {"state_size": 4, "time_step_rank": 2},
     "Qwen3MoeForCausalLM": _TEXT | _EXPERTS | {"moe_intermediate_size": 8, "head_dim": 8},
     "GptOssForCausalLM": _TEXT | _EXPERTS | {"head_dim": 8},
+    "Llama4ForCausalLM": _TEXT | _EXPERTS | {"head_dim": 8, "intermediate_size_mlp": 24},
     "JetMoeForCausalLM": _TEXT | _EXPERTS | {"kv_channels": 8, "num_key_value_heads": 2},
     "DeepseekV3ForCausalLM": _TEXT
     | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 1}
@@ -59,6 +60,18 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "CohereForCausalLM": _TEXT | {"use_qk_norm": True},
     "Phi3ForSequenceClassification": _TEXT | {"num_labels": 2},
     "ViTForImageClassification": _TEXT | _IMAGE,
+    "DetrForObjectDetection": {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+    | {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_queries": 3}
+    | {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "num_labels": 5}
+    | {
+        "use_timm_backbone": False,
+        "backbone_config": {"model_type": "resnet", "depths": [1]}
+        | {"embedding_size": 8, "hidden_sizes": [8], "out_features": ["stage1"]},
+    },
+    "PerceiverForSequenceClassification": {"num_latents": 3, "d_latents": 16, "d_model": 16}
+    | {"num_blocks": 1, "num_self_attends_per_block": 1, "num_self_attention_heads": 2}
+    | {"num_cross_attention_heads": 2, "vocab_size": 48, "max_position_embeddings": 32}
+    | {"num_labels": 3},
     "SwinForImageClassification": _IMAGE
     | {"embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 2},
 }

@@ -1,0 +1,149 @@
+"""Gates of recurrent layers, what is no layer's weight, heads of few rows."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from megatron_eopt.fsdp2 import ParamKey, build_optimizer
+from tests.harness.log import listening
+from tests.unit.fsdp2.model import config, eager
+
+
+@eager
+def built(model: nn.Module, **options: Any) -> tuple[dict[str, list[str]], list[str]]:
+    """Return optimizer, weight decay and reason of each parameter, and what else is logged."""
+    with listening() as lines:
+        build_optimizer(model, config(print_optimizer_routing=True), **options)
+    (table,) = (line for line in lines if line.startswith("optimizer routing"))
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[3:]]
+    return {row[0]: [row[2], row[5], row[6]] for row in rows}, [
+        line for line in lines if line is not table
+    ]
+
+
+class OwnCell(nn.Module):
+    """A layer from elsewhere, with torch's names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_size = 6
+        self.weight_ih, self.weight_hh = (nn.Parameter(torch.randn(18, n)) for n in (8, 6))
+
+
+@pytest.mark.parametrize(
+    ("layer", "fused"),
+    [
+        (nn.LSTM(8, 6), {"weight_ih_l0", "weight_hh_l0"}),
+        (nn.GRU(8, 6), {"weight_ih_l0", "weight_hh_l0"}),
+        (nn.GRU(8, 6, bidirectional=True, num_layers=2), {"weight_ih_l1_reverse", "weight_hh_l0"}),
+        (nn.LSTM(8, 6, proj_size=4), {"weight_ih_l0", "weight_hh_l0"}),
+        (nn.LSTMCell(8, 6), {"weight_ih", "weight_hh"}),
+        (nn.GRUCell(8, 6), {"weight_ih", "weight_hh"}),
+        (OwnCell(), {"weight_ih", "weight_hh"}),
+        (nn.RNN(8, 6), set()),
+        (nn.RNNCell(8, 6), set()),
+    ],
+)
+def test_gates_of_recurrent_layers_look_fused(layer, fused):
+    table, lines = built(nn.ModuleDict({"block": layer}))
+    named = {
+        name for line in lines if "look fused" in line for name in re.findall(r"weight_\w+", line)
+    }
+    assert fused <= named
+    assert bool(named) == bool(fused)
+    assert "weight_hr_l0" not in named
+    assert table[f"block.{next(iter(fused), next(iter(layer._parameters)))}"][0] == "muon"
+
+
+class Vision(nn.Module):
+    """Parameters of two to four dimensions that no layer multiplies by, and some that one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(5, 8))
+        self.query_tokens = nn.Parameter(torch.randn(1, 5, 8))
+        self.cls_token = nn.Parameter(torch.randn(1, 1, 8))
+        self.pos_embed = nn.Parameter(torch.randn(1, 5, 8))
+        self.grid = nn.Parameter(torch.randn(1, 8, 2, 2))
+        self.in_proj_bias = nn.Parameter(torch.randn(2, 3, 8))
+        self.norm = nn.LayerNorm((2, 3, 8))
+        self.patches = nn.Conv2d(3, 8, 2)
+        self.scaled = parametrizations.weight_norm(nn.Conv1d(8, 8, 2))
+        self.bilinear = nn.Bilinear(8, 6, 4)
+        self.experts = nn.Module()
+        self.experts.up_proj = nn.Parameter(torch.randn(2, 6, 8))
+        self.table = nn.Embedding(9, 8)
+        self.proj = nn.Linear(8, 8)
+
+
+def test_only_weights_of_layers_and_tables_have_weight_decay():
+    table, _ = built(Vision())
+    none, no_layer = ("adam", "0"), "not the weight of a layer"
+    raw = ("latents", "query_tokens", "cls_token", "pos_embed", "grid")
+    assert {name: table.pop(name) for name in raw} == {name: [*none, no_layer] for name in raw}
+    assert table["in_proj_bias"] == [*none, "bias"]
+    assert table["norm.weight"] == [*none, "weight of a norm"]
+    scaled = "scaled.parametrizations.weight.original"
+    assert table[f"{scaled}0"] == [*none, "gain of a normalized weight"]
+    for name in ("patches.weight", f"{scaled}1", "bilinear.weight", "table.weight"):
+        assert table[name][:2] == ["adam", "0.1"]
+    assert table["experts.up_proj"] == table["proj.weight"] == ["muon", "0.1", "matrix"]
+    table, _ = built(Vision(), config_overrides={ParamKey(name="pos_embed"): {"wd_mult": 1.0}})
+    assert table["pos_embed"][:2] == ["adam", "0.1"]
+    assert table["cls_token"][:2] == ["adam", "0"]
+
+
+class Head(nn.Module):
+    """DETR's head for boxes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 4)])
+
+
+def detector(**heads: nn.Module) -> nn.Module:
+    layers = [nn.ModuleDict({"fc1": nn.Linear(32, 64), "fc2": nn.Linear(64, 32)}) for _ in "12"]
+    router = nn.ModuleDict({"gate": nn.Linear(32, 2), "down": nn.Linear(32, 32)})
+    body = nn.ModuleDict(
+        {"input_proj": nn.Linear(32, 32), "layers": nn.ModuleList([*layers, router])}
+    )
+    return nn.ModuleDict({"body": body, **heads})
+
+
+@pytest.mark.parametrize(
+    ("heads", "found"),
+    [
+        ({"class_labels_classifier": nn.Linear(32, 20), "boxes": Head()}, "boxes.layers.2"),
+        # not the last ones of the model
+        ({"boxes": Head(), "classes": nn.Linear(32, 32)}, "boxes.layers.2"),
+        ({"boxes": nn.Linear(32, 4), "classes": nn.Linear(32, 32)}, "boxes"),
+        ({"bbox_predictor": Head(), "proj": nn.Linear(32, 32)}, "bbox_predictor"),
+        ({"class_embed": nn.Linear(32, 30), "bbox_embed": Head()}, "class_embed, bbox_embed"),
+        ({"span_embed": nn.ModuleList([Head(), Head()])}, "span_embed"),
+        ({"top": nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 7))}, "top.2"),
+        ({}, ""),
+        ({"top": nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))}, ""),
+    ],
+)
+def test_heads_of_few_rows_get_a_line(heads, found):
+    _, lines = built(detector(**heads))
+    named = [line.partition(":")[0] for line in lines if "looks like an output layer" in line]
+    assert all(name in ", ".join(named) for name in found.split(", "))
+    assert bool(named) == bool(found)
+    assert not any("body" in line for line in named)
+
+
+def test_a_box_gets_its_line_beside_a_known_head():
+    model = detector(classes=nn.Linear(32, 20), boxes=Head())
+    table, (line,) = built(model, output_layers=["classes"])
+    assert line.startswith("boxes.layers.2: looks like an output layer")
+    assert line.endswith("output_layers=['classes', 'boxes.layers.2'].")
+    assert table["boxes.layers.2.weight"][0] == "muon"
+    table, lines = built(model, output_layers=["classes", "boxes.layers.2"])
+    assert table["boxes.layers.2.weight"][0] == "adam"
+    assert table["boxes.layers.1.weight"][0] == "muon"
+    assert not lines
