@@ -106,7 +106,7 @@ def cases() -> dict[str, Callable[[], object]]:
             f"product Q X{kind}": _product(m, k, BF16, add=True, symmetric=False, applies=True),
         }
     for size, kind in ((8192, ""), (8191, ", odd")):
-        for live in (None, torch.zeros(8, dtype=F64)):
+        for live in (None, torch.zeros(9, dtype=F64)):
             name = kind if live is None else f"{kind}, live"
             found |= {
                 f"directions{name}": _pass("mix", size, (F32, BF16, F32, None, F64), live),
@@ -154,7 +154,7 @@ def _pass(
         return torch.empty(blocks if dtype == F64 else size, dtype=dtype)
 
     lists = [[] if dtype is None else [of(dtype)] for dtype in dtypes]
-    return lambda: triton_passes.launch(name, lists, torch.ones(()), (0.5,) * 8, live)
+    return lambda: triton_passes.launch(name, lists, torch.ones(()), (0.5,) * 9, live)
 
 
 def _copies(size: int) -> Callable[[], object]:

@@ -44,7 +44,7 @@ _OF_NO_FIELD = {
 """Help texts of flags that are not fields of the configuration."""
 
 _GROUPS = {
-    "optimizer layer": ("optimizer-", "import", "fused-", "matrix-", "print-", "log-"),
+    "optimizer layer": ("optimizer-", "import", "fused-", "cautious-", "matrix-", "print-", "log-"),
     "checkpoints": ("ckpt-", "checkpoint-"),
     "muon": ("muon-",),
     "adaptive muon": ("adaptive-muon-",),

@@ -100,6 +100,13 @@ def check_integer(
         raise ConfigurationError(argument, value, rule, "Choose one within these bounds")
 
 
+def check_cautious(argument: str, *, decoupled: bool) -> None:
+    """Raise a ConfigurationError for cautious weight decay that is not decoupled."""
+    if not decoupled:
+        rule = "needs decoupled weight decay, since l2 weight decay is a part of the update"
+        raise ConfigurationError(argument, True, rule, "Turn it off, or decouple weight decay")
+
+
 def check_number(
     argument: str,
     value: object,

@@ -38,6 +38,9 @@ RATES = frozenset(
 )
 """Settings of a parameter group that a scheduler reads or writes."""
 
+CAUTIOUS_DECAY = "cautious_weight_decay"
+"""Field and constructor argument of weight decay that depends on the signs of updates."""
+
 NO_MUON_ATTRIBUTE = "use_muon"
 """A parameter with this attribute set to ``False`` goes to the scalar optimizer."""
 

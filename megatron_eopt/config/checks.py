@@ -11,11 +11,13 @@ from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import gather_objects, is_rank_0
 from megatron_eopt.base.errors import (
     ConfigurationError,
+    check_cautious,
     check_choice,
     check_number,
     naming,
 )
 from megatron_eopt.base.names import (
+    CAUTIOUS_DECAY,
     SMALLEST_MATRIX_BUFFER_MB,
     STANDARD_OPTIMIZERS,
     CheckActionT,
@@ -174,6 +176,7 @@ def check_values(config: Any, optimizers: Collection[str]) -> None:
     if config.fp16 and config.bf16:
         rule = "cannot be combined with bf16=True"
         raise ConfigurationError("fp16", True, rule, "Turn one of them off")
+    refuse_cautious_decay(config, optimizers)
     if "muon" in prefixes:
         steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
         check_steps("muon_num_ns_steps", steps)
@@ -185,6 +188,19 @@ def check_values(config: Any, optimizers: Collection[str]) -> None:
     for optimizer in set(optimizers) - set(STANDARD_OPTIMIZERS):
         of_class = entry_of(optimizer).optimizer_cls, prefixes_of(optimizer), config
         check_arguments(optimizer, kwargs_from_config(*of_class), names_of_arguments(*of_class))
+
+
+def refuse_cautious_decay(config: Any, optimizers: Iterable[str]) -> None:
+    """Raise a ConfigurationError if an optimizer in use has no cautious weight decay."""
+    if not config.cautious_weight_decay:
+        return
+    check_cautious(CAUTIOUS_DECAY, decoupled=config.decoupled_weight_decay)
+    for name in optimizers:
+        is_standard = name in STANDARD_OPTIMIZERS
+        known = {} if is_standard else constructor_parameters(entry_of(name).optimizer_cls)
+        if name != "adam" and CAUTIOUS_DECAY not in known:
+            rule = f"is for Muon, its variants and Adam, but {name} updates some parameters"
+            raise ConfigurationError(CAUTIOUS_DECAY, True, rule, "Turn it off")
 
 
 def check_arguments(

@@ -49,6 +49,10 @@ class EmergingOptimizerConfig(OptimizerConfig, metaclass=TakesOldNames):
     "distributed" and "exchange", which give the unsharded matrix's update. "blockwise" treats each
     shard as a matrix, which changes the update."""
 
+    cautious_weight_decay: bool = False
+    """Decay weights only where their update does not have the opposite sign (Chen et al. 2025,
+    arXiv:2510.12402); for Muon, its variants and Adam."""
+
     muon_coefficient_type: CoefficientsLike = "quintic"
     """Newton-Schulz coefficients: the name of a set, or your own ``(a, b, c)``, or a list of such
     triples, which steps use in turn. The flag takes ``a,b,c`` or ``a,b,c,a,b,c``, and so on."""

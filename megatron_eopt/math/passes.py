@@ -13,6 +13,13 @@ Note [Live numbers]
     A pass can read its numbers (rates, decays) from a tensor ``live`` on the device. Then it is an
     operator on every device, and one that a CUDA graph captured reads what ``live`` holds when the
     graph is replayed. Results have the bits that the same numbers give on the host.
+
+Note [Cautious weight decay]
+    A weight decays only where its update does not have the opposite sign, so only where the step
+    moves it toward zero anyway: ``p <- p - lr (u + decay [u p >= 0] p)``. This is the definition of
+    the paper (Chen et al. 2025, arXiv:2510.12402), and of Muon in modded-nanogpt, whose Adam asks
+    for ``u p > 0``. Adam's update has the sign of its first moment. Signs are compared, since a
+    product of small numbers may round to 0.
 """
 
 import math
@@ -147,12 +154,15 @@ def update_(
     lr: float,
     decay: float,
     live: Tensor | None = None,
+    *,
+    cautious: bool = False,
 ) -> None:
     """Do ``p -= decay p`` and ``p -= lr u``, each rounded; round the result into ``copies``.
 
-    ``live`` has :func:`update_numbers`; see Note [Live numbers].
+    ``live`` has :func:`update_numbers`; see Note [Live numbers]. ``cautious``: see Note [Cautious
+    weight decay].
     """
-    numbers = update_numbers(lr, decay)
+    numbers = update_numbers(lr, decay, cautious=cautious)
     for lists in _alike(weights, copies, updates):
         if _is_operator(lists, live):
             torch.ops.megatron_eopt.update(*lists, coefficient, numbers, live)
@@ -160,30 +170,41 @@ def update_(
             _update(lists, coefficient, numbers)
 
 
-def update_numbers(lr: float, decay: float) -> tuple[float, float]:
+def update_numbers(
+    lr: float, decay: float, *, cautious: bool = False
+) -> tuple[float, float, float]:
     """Return what :func:`update_` computes with."""
     # without decay this is +0, which keeps the signs of zeros
-    return 0.0 - decay, -lr
+    return 0.0 - decay, -lr, float(cautious)
 
 
 def _update(
     lists: Sequence[list[Tensor]], coefficient: Tensor | None, numbers: Sequence[float]
 ) -> None:
     weights, copies, updates = lists
-    decay, rate = numbers
+    decay, rate, cautious = numbers
     if coefficient is not None and math.isnan(coefficient):
         return
-    if decay:
-        # p - decay * p instead of (1 - decay) * p: rounds as emerging-optimizers does
-        torch._foreach_add_(weights, weights, alpha=decay)
     # the addition itself converts updates that are narrower than their weight
     narrow = [
         update if update.dtype.itemsize < weight.dtype.itemsize else update.to(weight.dtype)
         for update, weight in zip(updates, weights, strict=True)
     ]
+    if decay and cautious:
+        _decay_cautiously(weights, narrow, decay)
+    elif decay:
+        # p - decay * p instead of (1 - decay) * p: rounds as emerging-optimizers does
+        torch._foreach_add_(weights, weights, alpha=decay)
     torch._foreach_add_(weights, narrow, alpha=rate)
     if copies:
         torch._foreach_copy_(copies, weights)
+
+
+def _decay_cautiously(weights: Sequence[Tensor], updates: Sequence[Tensor], decay: float) -> None:
+    """Do ``p += decay p`` where Note [Cautious weight decay] says so."""
+    # one by one, so that only one parameter's signs need memory
+    for weight, update in zip(weights, updates, strict=True):
+        weight.add_(weight * (weight.sign() * update.sign() >= 0), alpha=decay)
 
 
 def adam_(
@@ -192,12 +213,14 @@ def adam_(
     coefficient: Tensor | None,
     group: Mapping[str, Any],
     live: Tensor | None = None,
+    *,
+    cautious: bool = False,
 ) -> None:
     """Run an Adam step with the settings of a torch parameter group.
 
     ``lists`` are weights, first and second moments, copies, gradients and step counts. ``largest``
     has the largest second moments of AMSGrad. ``live`` has :func:`adam_numbers`; see Note
-    [Live numbers].
+    [Live numbers]. ``cautious``, for decoupled weight decay: see Note [Cautious weight decay].
     """
     # what the kernel does not know is left to torch
     is_plain = not (largest or group["maximize"] or isinstance(group["lr"], Tensor))
@@ -205,34 +228,36 @@ def adam_(
     columns = zip(*map(_in_memory_order, zip(*every, strict=True)), strict=True)
     for *part, most in _alike(*columns):
         if not (is_plain and _is_operator(part, live)):
-            _adam(part, most, coefficient, group)
+            _adam(part, most, coefficient, group, cautious=cautious)
             continue
         one = torch.ones_like(part[-1][0])
         # nan is unequal to itself: a skipped step counts 0, which only the device knows yet
         done = one if coefficient is None else (coefficient == coefficient).float()
         torch._foreach_add_(part[-1], [done] * len(part[-1]))
-        torch.ops.megatron_eopt.adam(*part, coefficient, adam_numbers(group), live)
+        numbers = adam_numbers(group, cautious=cautious)
+        torch.ops.megatron_eopt.adam(*part, coefficient, numbers, live)
 
 
-def adam_numbers(group: Mapping[str, Any]) -> tuple[float, ...]:
+def adam_numbers(group: Mapping[str, Any], *, cautious: bool = False) -> tuple[float, ...]:
     """Return what an Adam step computes with: what kernels read, then what torch reads."""
     (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
     # 0.0 - x and not -x: without decay this is +0, which keeps the signs of zeros
     decays = (0.0 - lr * decay, 0.0) if group["decoupled_weight_decay"] else (0.0, decay)
     mixing = (1 - beta1, 1 - beta2, _log2(beta1), _log2(beta2))
     of_torch = (beta1, beta2, decay, float(group["decoupled_weight_decay"]))
-    return (lr, *decays, *mixing, group["eps"], *of_torch)
+    return (lr, *decays, *mixing, group["eps"], float(cautious), *of_torch)
 
 
 def _adam_on_host(
     lists: Sequence[list[Tensor]], coefficient: Tensor | None, numbers: Sequence[float]
 ) -> None:
     *others, steps = lists
-    lr, *_, eps, beta1, beta2, decay, is_decoupled = numbers
+    lr, *_, eps, cautious, beta1, beta2, decay, is_decoupled = numbers
     group = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
     group |= {"decoupled_weight_decay": bool(is_decoupled), "amsgrad": False, "maximize": False}
     # the caller has counted this step, as for a kernel
-    _adam([*others, [step - 1 for step in steps]], [], coefficient, group)
+    counts = [step - 1 for step in steps]
+    _adam([*others, counts], [], coefficient, group, cautious=bool(cautious))
 
 
 _ON_HOST = {"mix": _mix, "update": _update, "adam": _adam_on_host}
@@ -244,6 +269,8 @@ def _adam(
     largest: list[Tensor],
     coefficient: Tensor | None,
     group: Mapping[str, Any],
+    *,
+    cautious: bool = False,
 ) -> None:
     weights, firsts, seconds, copies, grads, steps = lists
     if coefficient is not None:
@@ -258,7 +285,15 @@ def _adam(
     packed = [[tensor.contiguous() for tensor in some] for some in written]
     grads = [grad.contiguous() for grad in grads]
     params, first, second, most = packed
-    adam(params, grads, first, second, most, steps, fused=True, **settings)
+    decay = float(group["lr"] * group["weight_decay"]) if cautious else 0.0
+    # which weights decay is known only with the new moments, so weights are changed after these
+    moved = [torch.zeros_like(param) for param in params] if decay else params
+    if decay:
+        settings["weight_decay"] = 0.0
+    adam(moved, grads, first, second, most, steps, fused=True, **settings)
+    if decay:
+        _decay_cautiously(params, first, -decay)
+        torch._foreach_add_(params, moved)
     for tensor, result in zip(chain(*written), chain(*packed), strict=True):
         if tensor is not result:
             tensor.copy_(result)

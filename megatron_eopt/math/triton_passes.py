@@ -80,6 +80,14 @@ def _number(numbers, live, index: tl.constexpr):
 
 
 @triton.jit
+def _decayed(weight, update, decay, cautious):
+    """Decay weights; see Note [Cautious weight decay] of passes.py."""
+    opposed = ((update > 0) & (weight < 0)) | ((update < 0) & (weight > 0))
+    # ``cautious`` is 1 or 0
+    return tl.fma(weight, tl.where(opposed, decay - cautious * decay, decay), weight)
+
+
+@triton.jit
 def mix(
     programs, table, count, coefficient, numbers, live, dtypes: tl.constexpr, aligned: tl.constexpr
 ):
@@ -124,9 +132,11 @@ def update(
     if dtypes[2].primitive_bitwidth >= dtypes[0].primitive_bitwidth:
         # a wider update is rounded first, as torch's passes do; a narrower one is exact in float32
         step = step.to(dtypes[0])
+    step = step.to(tl.float32)
     weight = tl.load(weights, mask=mask).to(tl.float32)
-    weight = tl.fma(weight, _number(numbers, live, 0), weight).to(dtypes[0]).to(tl.float32)
-    weight = tl.fma(step.to(tl.float32), _number(numbers, live, 1), weight).to(dtypes[0])
+    weight = _decayed(weight, step, _number(numbers, live, 0), _number(numbers, live, 2))
+    weight = weight.to(dtypes[0]).to(tl.float32)
+    weight = tl.fma(step, _number(numbers, live, 1), weight).to(dtypes[0])
     tl.store(weights, weight, mask=mask)
     if dtypes[1] is not None:
         rounded = weight.to(dtypes[1])
@@ -147,12 +157,12 @@ def adam(
     grad = _scaled(grads, mask, coefficient, dtypes[4])
     weight = tl.load(weights, mask=mask).to(tl.float32)
     grad = tl.fma(weight, _number(numbers, live, 2), grad)
-    weight = tl.fma(weight, _number(numbers, live, 1), weight)
     first = tl.load(firsts, mask=mask).to(tl.float32)
     second = tl.load(seconds, mask=mask).to(tl.float32)
     # numbers 3 and 4 are 1 - beta; from a float32 0.999 it would have a relative error of 1.3e-5
     first = tl.fma(grad - first, _number(numbers, live, 3), first)
     second = tl.fma(grad * grad - second, _number(numbers, live, 4), second)
+    weight = _decayed(weight, first, _number(numbers, live, 1), _number(numbers, live, 8))
     # in float32, 1 - beta^steps could lose all its digits
     lr, log1, log2 = _number(numbers, live, 0), _number(numbers, live, 5), _number(numbers, live, 6)
     rate = (lr / (1 - tl.exp2(steps * log1))).to(tl.float32)

@@ -5,8 +5,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.base.names import ELEMENT_WISE_STATE, FIRST_MOMENT, MOMENTUM, STEP
+from megatron_eopt.base.errors import check_cautious
+from megatron_eopt.base.names import (
+    CAUTIOUS_DECAY,
+    ELEMENT_WISE_STATE,
+    FIRST_MOMENT,
+    MOMENTUM,
+    STEP,
+)
 from megatron_eopt.math.passes import adam_, adam_numbers
 from megatron_eopt.optimizers.host_memory import HostMemory
 from megatron_eopt.optimizers.live_numbers import LiveNumbers
@@ -30,10 +38,25 @@ _COUNT_IN_GROUPS = ("transformer_engine", "apex")
 
 
 class _InOnePass(torch.optim.Adam):
-    """Works as torch's Adam with ``fused=True``; can scale gradients, see Note [Coefficients]."""
+    """Works as torch's Adam with ``fused=True``; can scale gradients, see Note [Coefficients].
+
+    With ``cautious_weight_decay``, weights decay as Note [Cautious weight decay] of
+    :mod:`megatron_eopt.math.passes` says.
+    """
 
     coefficient: Tensor | None = None
     live: LiveNumbers | None = None
+
+    def __init__(
+        self, params: ParamsT, *args: Any, cautious_weight_decay: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(params, *args, **kwargs)
+        if cautious_weight_decay:
+            check_cautious(CAUTIOUS_DECAY, decoupled=self.defaults["decoupled_weight_decay"])
+        self.cautious_weight_decay = cautious_weight_decay
+
+    def _numbers(self, group: ParamGroup) -> tuple[float, ...]:
+        return adam_numbers(group, cautious=self.cautious_weight_decay)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -48,8 +71,9 @@ class _InOnePass(torch.optim.Adam):
             lists = (params, firsts, seconds, list(map(model_copy_of, params)), grads, steps)
             live = None
             if self.live is not None and params:
-                live = self.live.of("adam", group, params[0].device, adam_numbers)
-            adam_(lists, largest, self.coefficient, group, live)
+                live = self.live.of("adam", group, params[0].device, self._numbers)
+            cautious = self.cautious_weight_decay
+            adam_(lists, largest, self.coefficient, group, live, cautious=cautious)
         return loss
 
 

@@ -12,8 +12,19 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.base.agreement import raise_together_in
-from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number, naming
-from megatron_eopt.base.names import DEFAULT_MATRIX_BUFFER_MB, SMALLEST_MATRIX_BUFFER_MB, TpModeT
+from megatron_eopt.base.errors import (
+    ConfigurationError,
+    check_cautious,
+    check_choice,
+    check_number,
+    naming,
+)
+from megatron_eopt.base.names import (
+    CAUTIOUS_DECAY,
+    DEFAULT_MATRIX_BUFFER_MB,
+    SMALLEST_MATRIX_BUFFER_MB,
+    TpModeT,
+)
 from megatron_eopt.base.renamed import takes_old_arguments
 from megatron_eopt.math.algorithm import AlgorithmT
 from megatron_eopt.math.coefficients import CoefficientsLike
@@ -86,6 +97,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             "blockwise" (each shard as a matrix, which changes the update).
         weight_decay_method: "decoupled", "l2" or "independent"; overrides
             ``use_decoupled_weight_decay``.
+        cautious_weight_decay: Decay weights only where their update does not have the opposite
+            sign (arXiv:2510.12402); not with "l2".
         algorithm: Which iteration: "auto", "standard" or "gram".
         backend: Whose kernels compute it, such as "torch" or "auto".
         ns_eps: Smallest norm that a matrix is divided by, at least 1e-36.
@@ -99,7 +112,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     Raises:
         ConfigurationError: If a value is unknown or out of bounds, or a subclass that updates
-            whole parameters is used with ``momentum_dtype``.
+            whole parameters is used with ``momentum_dtype`` or ``cautious_weight_decay``.
     """
 
     update_rule_class: type[MuonRule] = MuonRule
@@ -132,6 +145,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         tp_mode: TpModeT = "duplicated",
         *,
         weight_decay_method: WeightDecayT | None = None,
+        cautious_weight_decay: bool = False,
         algorithm: AlgorithmT = "auto",
         backend: str = "torch",
         ns_eps: float = DEFAULT_EPS,
@@ -151,6 +165,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         check_choice("weight_decay_method", method, WEIGHT_DECAY_METHODS)
         if momentum_dtype != "fp32":
             self._refuse_own_way("momentum_dtype", momentum_dtype)
+        if cautious_weight_decay:
+            check_cautious(CAUTIOUS_DECAY, decoupled=method != "l2")
+            self._refuse_own_way(CAUTIOUS_DECAY, cautious_weight_decay)
+        self.cautious_weight_decay = cautious_weight_decay
         self._refuse_uncalled("scaled_orthogonalize_fn_with_gtp_remat", "orthogonalize")
         with naming(_ARGUMENTS):
             self.orthogonalization = Orthogonalization(

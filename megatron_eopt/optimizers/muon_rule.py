@@ -462,6 +462,11 @@ class MuonRule(UpdateRule):
             self._write(held.items, held.updates)
 
     def _write(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
+        cautious = self.optimizer.cautious_weight_decay
+
+        def numbers(group: ParamGroup) -> tuple[float, ...]:
+            return update_numbers(*self._rates(group), cautious=cautious)
+
         for group, members in _by_group(stepped):
             params = [item.param for item in members]
             update_(
@@ -471,7 +476,8 @@ class MuonRule(UpdateRule):
                 [updates[item.number] for item in members],
                 self.coefficient,
                 *self._rates(group),
-                self._live("update", group, lambda its: update_numbers(*self._rates(its))),
+                self._live("update", group, numbers),
+                cautious=cautious,
             )
 
     def _rates(self, group: Mapping[str, Any]) -> tuple[float, float]:
@@ -498,7 +504,8 @@ class MuonRule(UpdateRule):
     def captured(self, groups: Sequence[ParamGroup]) -> Any:
         """Return settings of the optimizer."""
         optimizer = self.optimizer
-        return optimizer.nesterov, optimizer.weight_decay_method, optimizer.orthogonalization
+        decay = optimizer.weight_decay_method, optimizer.cautious_weight_decay
+        return optimizer.nesterov, decay, optimizer.orthogonalization
 
     def _update(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]

@@ -11,7 +11,7 @@ from emerging_optimizers.scalar_optimizers import Lion
 from megatron.core import optimizer as megatron_optimizer
 from torch._guards import detect_fake_mode
 
-from megatron_eopt.base.names import FIRST_MOMENT, MOMENTUM
+from megatron_eopt.base.names import CAUTIOUS_DECAY, FIRST_MOMENT, MOMENTUM
 from megatron_eopt.config.arguments import scalar_arguments
 from megatron_eopt.config.registry import init_state
 from megatron_eopt.config.settings import Settings
@@ -52,9 +52,11 @@ def build_scalar_optimizer(
     is_fused = not (plain or megatron_optimizer.USING_PYTORCH_OPTIMIZER)
     # in a CUDA graph, other classes keep their rates, or cannot skip a step
     in_graphs = settings.config.optimizer_cuda_graph and not plain
-    is_ours = name == "adam" and (in_graphs or (settings.config.fused_adam and not is_fused))
+    # other classes have no such weight decay
+    only_ours = in_graphs or settings.config.cautious_weight_decay
+    is_ours = name == "adam" and (only_ours or (settings.config.fused_adam and not is_fused))
     if is_ours:
-        kwargs["fused"] = True
+        kwargs |= {"fused": True, CAUTIOUS_DECAY: settings.config.cautious_weight_decay}
     elif detect_fake_mode() is not None and not (is_fused or plain):
         # on GPU tensors torch chooses this by itself, but not on fake ones
         kwargs["foreach"] = True

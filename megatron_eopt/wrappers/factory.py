@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_eopt import qk_clip
 from megatron_eopt.base.agreement import any_rank, gather_unique, raise_together
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import STANDARD_OPTIMIZERS
+from megatron_eopt.base.names import CAUTIOUS_DECAY, STANDARD_OPTIMIZERS
 from megatron_eopt.base.place import refuse_part
 from megatron_eopt.base.upstream import find_upstream, require_upstream
 from megatron_eopt.config.arguments import arguments_of
@@ -111,6 +111,10 @@ def get_megatron_optimizer(
     with megatron_fsdp.whole_parameters(model_chunks):
         routing = route_model(settings, model_chunks, config_overrides)
     if _is_megatron_cores(settings, routing, model_chunks):
+        if settings.config.cautious_weight_decay:
+            rule = "is not supported in modes that only megatron-core's own Adam has"
+            hint = f"Turn it off, or {' and '.join(settings.upstream_modes) or 'fp16'}"
+            raise ConfigurationError(CAUTIOUS_DECAY, True, rule, hint)
         # refuses settings that Adam and SGD do not have
         raise_together(
             lambda: optimizer_specs(settings, routing, model_chunks, pg_collection, plain=True)

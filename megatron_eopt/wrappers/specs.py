@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import is_fake
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STEP
 from megatron_eopt.config.arguments import arguments_of, constructed
+from megatron_eopt.config.checks import refuse_cautious_decay
 from megatron_eopt.config.fields import constructor_arguments
 from megatron_eopt.config.registry import StateLayoutT, entries, entry_of, steps_in_pieces
 from megatron_eopt.config.settings import Settings
@@ -81,6 +82,7 @@ def optimizer_specs(
         plain: Whether to use torch's Adam and SGD.
     """
     main = settings.optimizer
+    refuse_cautious_decay(settings.config, sorted(routing.optimizers))
     rates = {"lr": settings.config.lr, "min_lr": settings.config.min_lr}
     makers = {
         name: _maker_of(name, settings, model_chunks, pg_collection, plain=plain)

@@ -125,9 +125,10 @@ def test_gradients_that_move_upload_addresses_alone():
             assert kernels._programs.cache_info().currsize == 1
 
 
-def updated(weights, copies, updates, coefficient, decay):
+def updated(weights, copies, updates, coefficient, decay, cautious=False):
     kept, rounded = tensors(weights, 1), tensors(copies, 2)
-    update_(kept, rounded, tensors(updates, 3), factor(coefficient), 0.02, decay)
+    numbers = (factor(coefficient), 0.02, decay)
+    update_(kept, rounded, tensors(updates, 3), *numbers, cautious=cautious)
     return [*kept, *rounded]
 
 
@@ -136,11 +137,29 @@ def updated(weights, copies, updates, coefficient, decay):
     "dtypes", [(F32, BF16, BF16), (F32, F16, BF16), (F32, None, F32), (F32, None, BF16)]
 )
 def test_updating_has_the_bits_of_torch(dtypes, coefficient):
-    for decay in (0.0, 0.1):
-        found, expected = by_both(updated, *dtypes, coefficient, decay)
+    for decay, cautious in ((0.0, False), (0.1, False), (0.1, True)):
+        found, expected = by_both(updated, *dtypes, coefficient, decay, cautious)
         assert all(map(torch.equal, found, expected))
         weight, copy = found[0], found[-len(SIZES)]
         assert math.isnan(coefficient or 0) or torch.equal(weight.to(copy.dtype), copy)
+
+
+# the smallest product of two is below the range of their dtype
+TINY = [(sign * size, other) for sign in (1, -1) for size in (1e-30, 2.0) for other in (1e-30, 2.0)]
+TINY += [(0.0, 2.0), (2.0, 0.0), (-2.0, 0.0), (0.0, -2.0), (-2.0, -1e-30)]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_cautious_decay_compares_signs(dtype):
+    def decayed(_):
+        weight, update = (torch.tensor(side) for side in zip(*TINY, strict=True))
+        # a learning rate of 0 leaves the decay alone
+        update_([weight], [None], [update.to(dtype)], None, 0.0, 0.5, cautious=True)
+        return [weight]
+
+    wanted = [p * (0.5 if p == 0 or u == 0 or (p > 0) == (u > 0) else 1.0) for p, u in TINY]
+    for (found,) in by_both(decayed, None):
+        assert torch.equal(found, torch.tensor(wanted))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
@@ -172,7 +191,7 @@ SETTINGS = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 FLAGS = {"amsgrad": False, "maximize": False}
 
 
-def stepped(coefficient, copies, decoupled, count):
+def stepped(coefficient, copies, decoupled, count, cautious=False):
     """Return weights, copies and moments after some steps of Adam, and how many there were."""
     weights, rounded = tensors(F32, 1), tensors(copies, 2)
     moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
@@ -180,29 +199,34 @@ def stepped(coefficient, copies, decoupled, count):
     group = {**SETTINGS, **FLAGS, "decoupled_weight_decay": decoupled}
     for step in range(count):
         lists = [weights, *moments, rounded, tensors(F32, 3 + step), steps]
-        adam_(lists, [], factor(coefficient), group)
+        adam_(lists, [], factor(coefficient), group, cautious=cautious)
     return [*weights, *rounded, *moments[0], *moments[1], *steps]
 
 
 def all_passes(coefficient, is_live):
     """Return what all passes write; if live, with their numbers on the device, not in the call."""
-    how, rates = MomentumMixing(0.95, True, 0.1), (0.02, 0.1)
+    how, rates, cautious = MomentumMixing(0.95, True, 0.1), (0.02, 0.1), {"cautious": True}
     group = {**SETTINGS, **FLAGS, "decoupled_weight_decay": True}
-    numbers = [how.numbers, update_numbers(*rates), adam_numbers(group)]
+    numbers = [
+        how.numbers,
+        update_numbers(*rates, **cautious),
+        adam_numbers(group, **cautious),
+    ]
     live = [torch.tensor(n, dtype=torch.float64) if is_live else None for n in numbers]
     if is_live:
-        how, rates = MomentumMixing(0.5, True, 0.0, decays=True), (1.0, 0.0)
+        how, rates, cautious = MomentumMixing(0.5, True, 0.0, decays=True), (1.0, 0.0), {}
         group |= {"lr": 1.0, "betas": (0.5, 0.5), "eps": 1.0, "weight_decay": 0.0}
     given, factors = tensors(F32, 2), factor(coefficient)
     momenta, outs = tensors(F32, 1), [out.view(-1) for out in tensors(BF16, 3)]
     mix_(momenta, outs, given, tensors(F32, 4), factors, how, (), live[0])
     weights, copies = tensors(F32, 5), tensors(BF16, 6)
     updates = [out.view(weight.shape) for out, weight in zip(outs, weights, strict=True)]
-    update_(weights, copies, updates, factors, *rates, live[1])
+    update_(weights, copies, updates, factors, *rates, live[1], **cautious)
     moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
     steps = [torch.zeros(()) for _ in weights]
     for _ in range(2):
-        adam_([weights, *moments, copies, given, steps], [], factors, group, live[2])
+        lists = [weights, *moments, copies, given, steps]
+        adam_(lists, [], factors, group, live[2], **cautious)
     return [*momenta, *outs, *weights, *copies, *moments[0], *moments[1], *steps]
 
 
@@ -213,8 +237,8 @@ def test_live_numbers_give_the_bits_of_those_of_a_call(coefficient):
         assert all(map(torch.equal, ours, theirs))
 
 
-def exact_adam(coefficient, decoupled, count):
-    """Return the weights and moments by torch's own Adam in float64."""
+def exact_adam(coefficient, decoupled, count, cautious):
+    """Return the weights and moments by torch's own Adam in float64, and a loop's weight decay."""
     wide = [weight.double() for weight in tensors(F32, 1)]
     moments = [[torch.zeros_like(weight) for weight in wide] for _ in range(2)]
     steps = [torch.zeros(()) for _ in wide]
@@ -223,15 +247,20 @@ def exact_adam(coefficient, decoupled, count):
     settings |= {"beta1": beta1, "beta2": beta2, "decoupled_weight_decay": decoupled}
     for step in range(count):
         grads = [grad.double() * coefficient for grad in tensors(F32, 3 + step)]
-        adam(wide, grads, *moments, [], steps, foreach=False, **settings)
+        before = [weight.clone() for weight in wide]
+        own = settings | {"weight_decay": 0.0} if cautious else settings
+        adam(wide, grads, *moments, [], steps, foreach=False, **own)
+        if cautious:
+            for weight, old, mean in zip(wide, before, moments[0], strict=True):
+                weight -= SETTINGS["lr"] * SETTINGS["weight_decay"] * old * (mean * old >= 0)
     return [*wide, *moments[0], *moments[1], *steps]
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize(("decoupled", "cautious"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("coefficient", [1.0, 0.3])
-def test_adam_is_as_exact_as_torch_s(coefficient, decoupled):
-    expected = exact_adam(coefficient, decoupled, 4)
-    for found in by_both(stepped, coefficient, None, decoupled, 4):
+def test_adam_is_as_exact_as_torch_s(coefficient, decoupled, cautious):
+    expected = exact_adam(coefficient, decoupled, 4, cautious)
+    for found in by_both(stepped, coefficient, None, decoupled, 4, cautious):
         for value, exact in zip(found, expected, strict=True):
             # float32 rounds each of 4 steps some times, to 6e-8 of weights of up to 4
             torch.testing.assert_close(value.double(), exact.double(), rtol=1e-6, atol=5e-7)

@@ -157,22 +157,27 @@ class ByHand:
             method = getattr(self, f"_{optimizer.removeprefix('adaptive_')}")
             method(name, grad, self.rate(name, step), self.decay(name))
 
-    def _decayed(self, name: str, grad: Matrix, lr: float, decay: float) -> Matrix:
-        """Decay the weight, or return a gradient with the decay in it."""
-        if not self.config.decoupled_weight_decay:
-            return grad + decay * self.weights[name]
-        self.weights[name] = self.weights[name] * (1 - lr * decay)
-        return grad
+    def _decayed(self, name: str, grad: Matrix, decay: float) -> Matrix:
+        """Return the gradient, with weight decay in it unless that is decoupled."""
+        is_l2 = not self.config.decoupled_weight_decay
+        return grad + decay * self.weights[name] if is_l2 else grad
+
+    def _move(self, name: str, update: Matrix, lr: float, decay: float) -> None:
+        """Change a weight by an update, and by weight decay if that is decoupled."""
+        config, weight = self.config, self.weights[name]
+        where = update * weight >= 0 if config.cautious_weight_decay else 1.0
+        decayed = lr * decay * where * weight if config.decoupled_weight_decay else 0.0
+        self.weights[name] = weight - decayed - lr * update
 
     def _adam(self, name: str, grad: Matrix, lr: float, decay: float) -> None:
         config, state = self.config, self.state[name]
-        grad = self._decayed(name, grad, lr, decay)
+        grad = self._decayed(name, grad, decay)
         state["t"] = state.get("t", 0) + 1
         b1, b2 = config.adam_beta1, config.adam_beta2
         state["m"] = b1 * state.get("m", 0) + (1 - b1) * grad
         state["v"] = b2 * state.get("v", 0) + (1 - b2) * grad**2
         m, v = state["m"] / (1 - b1 ** state["t"]), state["v"] / (1 - b2 ** state["t"])
-        self.weights[name] = self.weights[name] - lr * m / (np.sqrt(v) + config.adam_eps)
+        self._move(name, m / (np.sqrt(v) + config.adam_eps), lr, decay)
 
     def _sgd(self, name: str, grad: Matrix, lr: float, decay: float) -> None:
         state = self.state[name]
@@ -182,15 +187,15 @@ class ByHand:
 
     def _lion(self, name: str, grad: Matrix, lr: float, decay: float) -> None:
         config, state = self.config, self.state[name]
-        grad = self._decayed(name, grad, lr, decay)
+        grad = self._decayed(name, grad, decay)
         mean = state.get("mean", 0 * grad)
         update = np.sign(config.lion_beta1 * mean + (1 - config.lion_beta1) * grad)
         state["mean"] = config.lion_beta2 * mean + (1 - config.lion_beta2) * grad
-        self.weights[name] = self.weights[name] - lr * update
+        self._move(name, update, lr, decay)
 
     def _muon(self, name: str, grad: Matrix, lr: float, decay: float) -> None:
         config, state = self.config, self.state[name]
-        plain, grad = grad, self._decayed(name, grad, lr, decay)
+        plain, grad = grad, self._decayed(name, grad, decay)
         momentum = config.muon_momentum
         state["mean"] = momentum * state.get("mean", 0) + (1 - momentum) * grad
         direction = state["mean"]
@@ -208,7 +213,7 @@ class ByHand:
                 second.steps += 1
                 orthogonal = second._normalized(0, plain[rows], direction[rows])
             update[rows] = orthogonal * scale_of(config, *orthogonal.shape)
-        self.weights[name] = self.weights[name] - lr * update.reshape(grad.shape)
+        self._move(name, update.reshape(grad.shape), lr, decay)
 
     def _second_moments(self) -> AdaptiveReference:
         config = self.config

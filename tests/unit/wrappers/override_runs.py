@@ -37,6 +37,7 @@ ARGUMENTS: dict[str, Any] = {
     "coefficient_type": "simple",
     "fp32_matmul_prec": "medium",
     "weight_decay_method": "l2",
+    "cautious_weight_decay": True,
     "use_decoupled_weight_decay": False,
     "momentum_dtype": "int8",
     "moment2_method": "namo",

@@ -27,6 +27,7 @@ ADAMUON, NORMUON, NAMO = (
     for name in ("adamuon", "normuon", "namo")
 )
 TRIPLES = ((3.0, -3.2, 1.2), (2.0, -1.5, 0.5))
+CAUTIOUS = {"cautious_weight_decay": True, "weight_decay": 2.0}
 PER_HEAD = {"muon_split_per_head": True}
 
 
@@ -75,6 +76,8 @@ CASES = named(
     # weight decay
     *(Case(base, {"weight_decay": 0.5}) for base in (MUON, ADAM, SGD, LION, NORMUON)),
     *(Case(base, {"decoupled_weight_decay": False}) for base in (MUON, ADAM, LION, SCALAR_LION)),
+    *(Case(base, CAUTIOUS) for base in (MUON, ADAM, NORMUON, NAMO)),
+    Case(ADAMUON, CAUTIOUS, **AMPLIFIED),
     Case(MUON, {"apply_wd_to_qk_layernorm": True}),
     # all gradients at once
     Case(MUON, {"clip_grad": 0.5}, **ON_CHAINS),
