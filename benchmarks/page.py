@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks import checkpoints, compiled, wire
+from benchmarks import checkpoints, compiled, many_matrices, wire
 from benchmarks.about import table
 from benchmarks.machine import commit
 from benchmarks.optimizer_step import measure
@@ -213,6 +213,14 @@ hidden size 32) in one gloo process (medians of {rounds} alternating rounds, com
 
 With `dp_reshardable`, the trainer's default, stock's Adam is saved without a gather, but Muon by
 parameter. The times include no copies from a GPU.
+
+## Models with many matrices
+
+`python -m benchmarks.many_matrices --json FILE` measures CPU seconds in your own training loop, on
+one rank. Weights are small, because the time depends on the number of matrices and not on their
+sizes. Qwen3 has its 48 layers of 128 experts, in 3-D weights. On {many}.
+
+{many_matrices}
 """
 
 
@@ -226,6 +234,7 @@ def page() -> str:
     gpu, counted, built = read("gpu_check"), read("counted"), read("compiled")
     over_wire, compared, saved = read("wire"), read("compare_optimizers"), read("checkpoints")
     steps, state_dicts = read("optimizer_step"), read("state_dicts")
+    many = read("many_matrices")
     sections = gpu["sections"]
     times, sent = sections["step"]["figures"]["milliseconds"], over_wire["steps"]
     return PAGE.format(
@@ -259,6 +268,8 @@ def page() -> str:
         rounds=state_dicts["about"]["rounds"],
         state_dicts=state_dicts["about"]["commit"],
         state_dict_table=of_state_dicts(state_dicts["arms"]),
+        many=machine(many),
+        many_matrices=many_matrices.shown(many),
     )
 
 

@@ -144,8 +144,14 @@ class StateDictMatch:
             text = "the state dict does not name its parameters: they are matched by order"
             log_single_rank(logger, logging.INFO, text)
         # names as they were saved, and as they are here; a wrapper may have come or gone since
-        self._names = {number: name for name, number in known.items()}
-        self._own_names = {number: name for name, number in self._numbers.items()}
+        both = [{number: name for name, number in its.items()} for its in (known, self._numbers)]
+        # once for each group, because this reads the names of all its parameters
+        self._merged = {
+            id(group): merged_optimizers(
+                group, ([of.get(number, str(number)) for number in group["params"]] for of in both)
+            )
+            for group in saved
+        }
 
     def number_of(self, name: str) -> Any:
         """Return the key of a parameter in the state dict; None if it is not in it."""
@@ -207,10 +213,7 @@ class StateDictMatch:
         if group is None or not keys:
             return SavedState(frozenset(keys))
         optimizer = optimizer_of(group)
-        # torch merges groups if their parameters are in one group now
-        params = group["params"]
-        names = ([of.get(its, str(its)) for its in params] for of in (self._names, self._own_names))
-        merged = merged_optimizers(group, names)
+        merged = self._merged[id(group)]
         if isinstance(number, str) and (merged is not None or optimizer is None):
             optimizers = fitting(merged or self._optimizers, keys)
         else:

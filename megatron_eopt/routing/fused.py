@@ -103,8 +103,9 @@ def looks_like_heads(owner: nn.Module, child: str) -> bool:
 
 def _names_beside(owner: nn.Module, child: str) -> tuple[str, str, str] | None:
     """Return what ``owner`` calls its projections to queries, keys and values."""
-    both = (names for names in _SEPARATE if all(hasattr(owner, name) for name in names[:2]))
-    return next((names for names in both if child in names), None)
+    named = (names for names in _SEPARATE if child in names)
+    both = (names for names in named if all(hasattr(owner, name) for name in names[:2]))
+    return next(both, None)
 
 
 def _heads(owner: nn.Module, child: str) -> FusedWeight | None:
@@ -183,6 +184,8 @@ def _latent_attention(config: Any, child: str) -> FusedWeight | None:
 
 def _latent_attention_elsewhere(owner: nn.Module, child: str) -> FusedWeight | None:
     """MLA in transformers: the parts of megatron-core's, under DeepSeek's names."""
+    if child not in ("q_b_proj", "q_proj", "kv_b_proj", "kv_a_proj_with_mqa"):
+        return None
     config = getattr(owner, "config", None)
     sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
     nope, rotary, value, latent = (_number((name,), owner, config) for name in sizes)
@@ -193,15 +196,10 @@ def _latent_attention_elsewhere(owner: nn.Module, child: str) -> FusedWeight | N
         return FusedWeight("per_head", rows, partial(per_head, head_dim=rows // heads), {})
     if not (hasattr(owner, "kv_b_proj") and nope and rotary and value and latent and heads):
         return None
-    match child:
-        case "q_b_proj" | "q_proj":
-            lengths = {"q_nope": nope, "q_pos": rotary}
-        case "kv_b_proj":
-            lengths = {"k_nope": nope, "v": value}
-        case "kv_a_proj_with_mqa":
-            return _repeated("mla", {"kv": latent, "k_pos": rotary}, 1)
-        case _:
-            return None
+    if child == "kv_a_proj_with_mqa":
+        return _repeated("mla", {"kv": latent, "k_pos": rotary}, 1)
+    of_values = child == "kv_b_proj"
+    lengths = {"k_nope": nope, "v": value} if of_values else {"q_nope": nope, "q_pos": rotary}
     return _repeated("mla", lengths, heads, lengths)
 
 

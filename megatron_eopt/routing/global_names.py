@@ -53,6 +53,8 @@ def _counted(
     experts: Mapping[str, Sequence[int]],
     held: Collection[str],
 ) -> str:
+    if not (layers or experts or held):
+        return name
     words = words_of(name)
     counted = ".".join(
         str(layers[path]) if word.isdigit() and path in layers else word

@@ -1,5 +1,6 @@
 """Routes a whole model, the same on all ranks, for optimizers and for printed tables."""
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,8 +65,8 @@ class Routing:
             for group in self.groups
         )
 
-    @property
-    def names(self) -> dict[torch.Tensor, str]:
+    @functools.cached_property
+    def names(self) -> Mapping[torch.Tensor, str]:
         """Name of every parameter, in model order."""
         return {route.parameter.param: route.parameter.name for route in self.routes}
 
@@ -82,8 +83,8 @@ class Routing:
             {shards[param]: split for param, split in self.splits.items()},
         )
 
-    @property
-    def matrices(self) -> dict[torch.Tensor, Split | None]:
+    @functools.cached_property
+    def matrices(self) -> Mapping[torch.Tensor, Split | None]:
         """The split of every parameter; None if it is one matrix."""
         return {r.parameter.param: self.splits.get(r.parameter.param) for r in self.routes}
 

@@ -115,6 +115,7 @@ def trainable_parameters(
     """
     found: dict[int, ModelParameter] = {}
     of_outputs = {id(param) for param in outputs}
+    embeddings, routers = tables(), (require_upstream("Router"),)
     for chunk, model in enumerate(model_chunks):
         places: dict[int, list[Place]] = {}
         for place in places_in(model):
@@ -134,8 +135,8 @@ def trainable_parameters(
                 chunk=chunk,
                 param=param,
                 is_expert=not getattr(param, "allreduce", True),
-                is_embedding=marked or _is_of(its, tables()),
-                is_router=_is_of(its, (require_upstream("Router"),)),
+                is_embedding=marked or _is_of(its, embeddings),
+                is_router=_is_of(its, routers),
                 is_stack=stacks and any(place.is_stack for place in its),
                 why_vector=_why_vector(its),
                 convolution=next((c for p in its if (c := p.convolution) is not None), None),

@@ -44,8 +44,9 @@ def held_paths(model: nn.Module) -> frozenset[str]:
     found = set()
     for path in modules:
         above, _, child = path.rpartition(".")
-        classes = {cls.__name__ for cls in type(modules[above]).__mro__}
-        by_class = child == "module" and not _HOLD_MODULE.isdisjoint(classes)
+        by_class = child == "module" and not _HOLD_MODULE.isdisjoint(
+            cls.__name__ for cls in type(modules[above]).__mro__
+        )
         if by_class or re.fullmatch(_PRIVATE, child):
             found.add(path)
     return frozenset(found)
@@ -58,6 +59,8 @@ def words_of(name: str) -> dict[str, str]:
 
 
 def _without(name: str, held: Collection[str]) -> str:
+    if not held:
+        return name
     return ".".join(word for path, word in words_of(name).items() if path not in held)
 
 

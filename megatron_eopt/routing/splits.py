@@ -20,7 +20,7 @@ from typing import NamedTuple
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.utils import get_pg_size
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.place import is_part, whole_shape
@@ -121,7 +121,7 @@ def declared_qkv(param: nn.Parameter) -> list[int] | None:
     return rows if is_declared else None
 
 
-def tensor_parallel_cut(param: nn.Parameter, *modules: nn.Module) -> tuple[int, int]:
+def tensor_parallel_cut(param: Tensor, *modules: nn.Module) -> tuple[int, int]:
     """Return ``(tp_size, partition_dim)`` of a weight, ``(1, -1)`` if it is not sharded.
 
     The group is that of the first of ``modules`` that has one, else megatron-core's global group.
@@ -149,7 +149,8 @@ def _weights(
     seen: set[int] = set()
     for chunk in model_chunks:
         # of a wrapper and the module in it, the latter comes last
-        modules = {plain: chunk.get_submodule(path) for path, plain in plain_paths(chunk).items()}
+        plain = plain_paths(chunk)
+        modules = {plain[path]: module for path, module in chunk.named_modules()}
         for place in places_in(chunk):
             param = place.param
             declared = getattr(param, "eopt_split", None) is not None or param in flattened

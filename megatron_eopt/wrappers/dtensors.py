@@ -43,7 +43,7 @@ from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.modes import plan_work
 from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule
 from megatron_eopt.routing.model import Routing
-from megatron_eopt.routing.parameters import ModelParameter, check_dtypes
+from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.routing.splits import tensor_parallel_cut
 from megatron_eopt.storage.interface import MainShard, Storage
 from megatron_eopt.storage.local_tensors import is_in_a_bucket, local_of
@@ -221,15 +221,15 @@ def _replica_of(rank: int, param: Tensor, group: dist.ProcessGroup) -> list[int]
     return np.atleast_1d(mesh[copy]).ravel().tolist()  # type: ignore[no-any-return]
 
 
-def check_parameters(parameters: Sequence[ModelParameter]) -> None:
+def check_parameters(names: Mapping[Tensor, str]) -> None:
     """Raise for the first parameter that ranks would step differently, or not at all.
 
     Raises:
         ConfigurationError: If a parameter is on the meta device, a plain tensor among DTensors, or
             tensor-parallel outside its device mesh.
     """
-    sharded = any(isinstance(item.param, DTensor) for item in parameters)
-    for name, param in ((item.name, item.param) for item in parameters):
+    sharded = any(isinstance(param, DTensor) for param in names)
+    for param, name in names.items():
         if param.device.type == "meta":
             hint = "Call model.to_empty(device=...), initialize it, then build the optimizer"
             raise ConfigurationError(name, "meta device", "has no storage yet", hint)
@@ -411,7 +411,7 @@ def build_torch_fsdp2(context: OptimizerBuildContext) -> OptimizerChain | None:
     settings, routing = context.settings, context.routing
     if not is_torch_fsdp2(context.model_chunks):
         return None
-    check_parameters([route.parameter for route in routing.routes])
+    check_parameters(routing.names)
     what = "torch's FSDP2 under Megatron"
     raise_together(lambda: check_dtypes(routing.names, what, double=not settings.half))
     inner = build_routed(settings, routing)

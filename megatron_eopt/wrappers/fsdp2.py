@@ -29,6 +29,7 @@ from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  regist
 from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer, sparse_gradient
 from megatron_eopt.optimizers.spot_checks import SpotChecks
 from megatron_eopt.routing.frozen import Frozen
+from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.routing.model import (
     Routing,
     log_routing,
@@ -96,7 +97,8 @@ def build_optimizer(
         for error in megatron_fsdp.faults(managing, own_loop=True):
             raise error
         if not managing:
-            check_parameters(trainable_parameters([model]))
+            named = names_in([model]).items()
+            check_parameters({param: name for param, name in named if param.requires_grad})
         patterns = read_value("output_layers", output_layers, _NAMES)
         return settings, find_output_layers(model, patterns)
 

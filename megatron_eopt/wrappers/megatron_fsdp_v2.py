@@ -56,7 +56,7 @@ def build_units(context: OptimizerBuildContext) -> OptimizerChain | None:
     """Return the chain for a model in units; one optimizer steps them all; collective."""
     if not units(context.routing.names):
         return None
-    check_parameters([route.parameter for route in context.routing.routes])
+    check_parameters(context.routing.names)
     for param in context.routing.names:
         # megatron-core then takes this rank's part of a gradient for norms and counts of zeros
         vars(param)["__fsdp_param__"] = True

@@ -45,6 +45,9 @@ _VIEWS = {
 }
 """The operators that are called most, whose results share their first argument's memory."""
 
+_COPY = torch.ops.aten.copy_.default
+"""What DDP moves each weight to its buffers with; there is nothing to copy."""
+
 _RECEIVING = {"alltoall_base_", "_allgather_base_", "allgather_"}
 """Collectives that fill tensors without values."""
 
@@ -160,6 +163,8 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             mode, device = args[0].fake_mode, args[0].fake_device
             with in_kernel_invocation_manager(mode):
                 return FakeTensor(mode, func(*args, **(kwargs or {})), device)
+        if func is _COPY and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            return args[0]
         if func is READ and isinstance(args[0], FakeTensor) and args[0].constant is None:
             kind = bool if args[0].dtype == torch.bool else int
             return 1.0 if args[0].is_floating_point() else kind(0)

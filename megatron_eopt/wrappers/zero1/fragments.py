@@ -15,6 +15,8 @@ from megatron_eopt.storage.shard import Fragment, Shard, fragment_layouts, globa
 from megatron_eopt.storage.slabs import SplitOf
 from megatron_eopt.wrappers.zero1.buffers import BufferSet, RankGrid
 
+_NOTHING = Fragment(0, 0, 0)
+
 
 class BufferRange(NamedTuple):
     """Position of a parameter in its bucket, which is cut evenly over the data-parallel ranks."""
@@ -23,6 +25,11 @@ class BufferRange(NamedTuple):
     start: int  # of the parameter, counted from the bucket's first element
     stop: int
     shard: int  # elements of the bucket on each rank
+
+    @property
+    def holders(self) -> range:
+        """The data-parallel ranks that have a part of the parameter."""
+        return range(self.start // self.shard, -(-self.stop // self.shard))
 
     def held_by(self, data_rank: int) -> tuple[int, int]:
         """Return the range of the flattened parameter on a rank, or ``(0, 0)``."""
@@ -74,9 +81,12 @@ def fragment_of(
     if slabs or size == 1:
         size, dim = 1, -1
     coordinates = zip(grid.tensor_ranks, grid.row_ranks, grid.data_ranks, strict=True)
+    holders = place.holders
     fragments = [
         # ranks with equal fragments have copies, so what no tensor parallelism cuts has rank 0
         Fragment(tensor if size > 1 else 0, *place.held_by(data)).of_rows(param, rows)
+        if data in holders
+        else _NOTHING
         for tensor, rows, data in coordinates
     ]
     mine = fragments[grid.ranks.rank]
