@@ -15,6 +15,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import nn
+from torch.nn.utils import parametrize
 
 from megatron_eopt.base.place import whole_shape
 from megatron_eopt.base.upstream import find_upstream
@@ -134,6 +135,8 @@ def _shape_of(owner: nn.Module, name: str) -> tuple[int, ...]:
     if isinstance(item, nn.Module):
         owner, name = item, "weight"
     own = owner._parameters.get(name)
+    if own is None and parametrize.is_parametrized(owner, name):
+        own = owner.get_submodule(f"parametrizations.{name}")._parameters.get("original")
     if own is None:
         return (getattr(item, "out_features", 0), getattr(item, "in_features", 0))
     *experts, rows, cols = whole_shape(own)
@@ -220,8 +223,9 @@ def _gated_linear_unit(owner: Any) -> FusedWeight | None:
 
 def _gate_beside_up(owner: nn.Module, child: str) -> FusedWeight | None:
     """transformers: the outputs of the gate, then those of up. Alternating ones are not split."""
-    fits = _shape_of(owner, child)[-2] == 2 * _shape_of(owner, GATED[child])[-1]
-    return FusedWeight("gated", None, gated, {}) if fits and not interleaves(owner) else None
+    outputs, inputs = _shape_of(owner, child)[-2], _shape_of(owner, GATED[child])[-1]
+    fits = 0 < outputs == 2 * inputs and not interleaves(owner)
+    return FusedWeight("gated", None, gated, {}) if fits else None
 
 
 def _linear_attention(owner: Any, linear: Any) -> FusedWeight | None:

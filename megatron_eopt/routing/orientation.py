@@ -54,7 +54,8 @@ def interleaves(module: nn.Module) -> bool:
 @cache
 def _reading(cls: type, dims: int) -> "_Reader":
     reader = _Reader(cls, dims)
-    reader.read(cls.forward, {}, "self")  # type: ignore[attr-defined]
+    # a scripted module has none in Python
+    reader.read(getattr(cls, "forward", None), [], {}, is_method=True)
     return reader
 
 
@@ -96,14 +97,28 @@ class _Reader(ast.NodeVisitor):
         self._scope = _Scope()
         self._seen: set[Any] = set()
 
-    def read(self, function: Any, known: Mapping[str, _Tensor], module: str = "") -> None:
-        """Read a function in which some arguments are parameters, or the ``module``."""
+    def read(
+        self,
+        function: Any,
+        arguments: Sequence[ast.expr],
+        named: Mapping[str, ast.expr],
+        *,
+        is_method: bool,
+    ) -> None:
+        """Read a method of the module, or a function that gets one of its parameters."""
         function = inspect.unwrap(function)
-        tree, key = _parsed(function), (function, frozenset(known.items()))
-        if tree is None or key in self._seen:
+        tree = _parsed(function)
+        if tree is None:
+            return
+        names = [item.arg for item in (*tree.args.posonlyargs, *tree.args.args)]
+        module = names.pop(0) if is_method and names else ""
+        given = {**dict(zip(names, arguments, strict=False)), **named}
+        known = {name: its for name, node in given.items() if (its := self._tensor(node))}
+        key = (function, frozenset(known.items()))
+        if key in self._seen or not (known or is_method):
             return
         self._seen.add(key)
-        caller, self._scope = self._scope, _Scope(function.__globals__, module, dict(known))
+        caller, self._scope = self._scope, _Scope(function.__globals__, module, known)
         for statement in tree.body:
             self.visit(statement)
         self._scope = caller
@@ -207,7 +222,7 @@ class _Reader(ast.NodeVisitor):
                     self._note(node, first=other)
 
     def _follow(self, node: ast.Call) -> None:
-        """Read a method of the module, or a function that gets one of its parameters."""
+        """Read what is called, if it is found."""
         found: Any = None
         is_method = False
         match node.func:
@@ -219,16 +234,9 @@ class _Reader(ast.NodeVisitor):
                 found = getattr(self._scope.globals.get(home), name, None)
             case ast.Name(id=name):
                 found = self._scope.globals.get(name)
-        tree = _parsed(found) if isinstance(found, FunctionType) else None
-        if tree is None:
-            return
-        names = [item.arg for item in tree.args.args]
-        module = names.pop(0) if is_method and names else ""
-        given = [*zip(names, node.args, strict=False)]
-        given += [(item.arg, item.value) for item in node.keywords if item.arg]
-        known = {name: tensor for name, its in given if (tensor := self._tensor(its)) is not None}
-        if known or is_method:
-            self.read(found, known, module)
+        if isinstance(found, FunctionType):
+            named = {item.arg: item.value for item in node.keywords if item.arg}
+            self.read(found, node.args, named, is_method=is_method)
 
 
 def _name_of(function: ast.expr) -> str:

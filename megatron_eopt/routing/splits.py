@@ -45,7 +45,8 @@ _FUSED_NAME = re.compile(
     r"(linear_)?(qkv|kv|wqkv)(_down)?(_proj)?|in_proj(_\w+)?|gate_up_proj|w13|c_attn|query_key_value"
 )
 
-_GATES = re.compile(r"weight_(ih|hh)(_|$)")
+# Names of weights in recurrent layers.
+_RECURRENT = re.compile(r"weight_(ih|hh)(?=_|$)")
 
 NO_ORDER = "inputs or outputs first?"
 """Kind of split of experts' weights whose module does not show which dimension is the input."""
@@ -281,11 +282,18 @@ def _is_packed(param: nn.Parameter) -> bool:
 def _looks_fused(weight: _Weight) -> bool:
     """Tell by names and megatron-core's partition attributes whether a weight looks fused."""
     names = (weight.child, weight.place.leaf.removesuffix("_weight"))
-    # of a recurrent layer: LSTM has four gates, GRU three, and a plain one has none
-    units = getattr(weight.linear, "hidden_size", None) if _GATES.match(weight.place.leaf) else None
     return (weight.param.dim() == 2 or weight.place.is_stack) and (
         any(map(_FUSED_NAME.fullmatch, names))
-        or (units is not None and whole_shape(weight.param)[0] > units)
+        or _has_gates(weight)
         or len(getattr(weight.param, "partition_sizes", None) or ()) > 1
         or getattr(weight.param, "partition_stride", 1) > 1
     )
+
+
+def _has_gates(weight: _Weight) -> bool:
+    """Whether it is a recurrent layer's, with several gates, as LSTM and GRU have."""
+    if not _RECURRENT.match(weight.place.leaf):
+        return False
+    # it has as many rows as the one that multiplies the state, which without gates is square
+    state = weight.linear._parameters.get(_RECURRENT.sub("weight_hh", weight.place.leaf))
+    return state is not None and whole_shape(state)[0] > whole_shape(state)[-1]

@@ -12,14 +12,17 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.matrices import gated, transposed
 from megatron_eopt.routing.orientation import inputs_first
 from megatron_eopt.routing.places import places_in
+from megatron_eopt.routing.splits import find_splits
 from tests.harness import run_ranks
 from tests.harness.log import listening
 from tests.unit.fsdp2.model import config, cut, eager, far, set_gradients, weights
+from tests.unit.routing.test_wrapping import Same
 
 HIDDEN, INNER = 16, 24
 SIZES = [
@@ -154,7 +157,10 @@ class Written(nn.Module):
         for number in range(14):
             self.register_parameter(f"w{number}", nn.Parameter(torch.zeros(2, 4, 4)))
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(this, x: torch.Tensor) -> Any:  # noqa: N805  a name as good as any
+        return this.compute(x)
+
+    def compute(self, x: torch.Tensor) -> Any:
         a, b = self.w2, self.w3.mT
         first = functional.linear(x, self.w0[0])
         second = x @ self.w1[0]
@@ -250,6 +256,17 @@ def train(layout: str, declared: bool = False) -> dict[str, torch.Tensor]:
         set_gradients(model, step)
         optimizer.step()
     return weights(model)
+
+
+@eager
+def test_parametrized_and_scripted_modules():
+    model = Network()
+    for name in ("gate_up_proj", "down_proj"):
+        parametrize.register_parametrization(model.experts, name, Same())
+    plain, found = find_splits([Network()], which=["gated"]), find_splits([model], which=["gated"])
+    assert {*found.values()} == {*plain.values()}
+    assert {split.kind for split in found.values()} == {"gated", "transposed"}
+    build_optimizer(nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4)), config())
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "units", "optim_grads_params"])

@@ -30,7 +30,6 @@ class OwnCell(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden_size = 6
         self.weight_ih, self.weight_hh = (nn.Parameter(torch.randn(18, n)) for n in (8, 6))
 
 
