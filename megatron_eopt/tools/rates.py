@@ -27,6 +27,7 @@ NAMES = {
     "match_rms_adamw": "adamw_rms",
     "match_rms": "adamw_rms",
     "original": "shape_scaling",
+    "spectral_unclamped": "unit_rms_norm",
     "moonlight": "adamw_rms",
     "keller_jordan": "shape_scaling",
     "scion": "unit_rms_norm",

@@ -66,6 +66,31 @@ def hugging_face(folder, batch, **options):
     return found
 
 
+def without_subclass(folder, resume=None):
+    """Return the losses of the Trainer that the page shows without a subclass."""
+    module = example("hugging_face_trainer")
+    page = (ROOT / "docs/how_to/other_trainers.md").read_text()
+    (shown,) = (text for _, text in blocks(page, "python") if "optimizer_cls_and_kwargs" in text)
+    options = {"learning_rate": 3e-3, "max_steps": 8, "save_steps": 4, "logging_steps": 1}
+    options |= {"report_to": [], "disable_tqdm": True, "use_cpu": True}
+    options |= {"dataloader_pin_memory": False}
+    names = vars(module) | {"model": module.make_model("llama"), "data": module.make_data()}
+    names["arguments"] = transformers.TrainingArguments(str(folder), **options)
+    exec(shown, names)
+    names["trainer"].train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in names["trainer"].state.log_history if "loss" in entry]
+
+
+def test_a_trainer_needs_no_subclass_on_one_device(tmp_path):
+    options = {"use_cpu": True, "disable_tqdm": True}
+    module = example("hugging_face_trainer")
+    expected = module.train(module.make_model("llama"), str(tmp_path / "other"), **options)
+    found = without_subclass(tmp_path / "plain")
+    assert found == expected
+    assert without_subclass(tmp_path / "plain", f"{tmp_path}/plain/checkpoint-4") == found
+    assert found[-1] < found[0] - 0.2
+
+
 def resumed_rates(folder, checkpoint, learning_rate, overrides):
     """Return the rates of the resumed step and the next one, by parameter."""
     module, rates = example("hugging_face_trainer"), []

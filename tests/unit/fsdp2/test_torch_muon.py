@@ -1,5 +1,8 @@
-"""A run of torch.optim.Muon is the same run here, setting by setting."""
+"""A run of torch.optim.Muon is the same run here, setting by setting, as the page says."""
 
+import copy
+import inspect
+import re
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from tests.functional.doc_commands import ROOT, blocks
 from tests.reference.muon import newton_schulz
 
 SHAPES = ((16, 24), (24, 16), (20, 20), (5, 40), (280, 260))
@@ -19,25 +23,32 @@ IN_16_BITS = 3e-2
 singular values up to 3.4 times as large in each step."""
 
 
+HEADING = "### From torch.optim.Muon\n"
+PAGE = (ROOT / "docs/how_to/choosing.md").read_text().partition(HEADING)[2]
+SETTINGS, TAKE_OVER = (text for _, text in blocks(PAGE, "python"))
+ROWS = re.findall(r"(?m)^\| `(\w+=.+?)`(?: \(default\))? \| `(.+?)`", PAGE)
+"""A setting there, and here."""
+
+
 def matrices() -> nn.ModuleList:
     torch.manual_seed(0)
     return nn.ModuleList(nn.Linear(cols, rows, bias=False) for rows, cols in SHAPES)
 
 
-def stepped(model: nn.Module, optimizer: Any, steps: int = 3) -> list[Tensor]:
-    """Return by how much the weights have changed."""
+def stepped(model: nn.Module, optimizer: Any, size: float = 1.0, steps: int = 3) -> list[Tensor]:
+    """Return by how much gradients of a size have changed the weights."""
     before = [param.detach().clone() for param in model.parameters()]
     for step in range(steps):
         for number, param in enumerate(model.parameters()):
             generator = torch.Generator().manual_seed(10 * number + step)
-            param.grad = torch.randn(param.shape, generator=generator)
+            param.grad = size * torch.randn(param.shape, generator=generator)
         optimizer.step()
     return [param.detach() - old for param, old in zip(model.parameters(), before, strict=True)]
 
 
-def of_torch(**settings: Any) -> list[Tensor]:
+def of_torch(size: float = 1.0, **settings: Any) -> list[Tensor]:
     model = matrices()
-    return stepped(model, torch.optim.Muon(model.parameters(), **settings))
+    return stepped(model, torch.optim.Muon(model.parameters(), **settings), size)
 
 
 def of_ours(overrides: Any = None, **fields: Any) -> list[Tensor]:
@@ -98,3 +109,81 @@ def test_coefficients_of_ones_own_are_exact(coefficients: Any, algorithm: str) -
         found = (old - param.detach()).double().numpy()
         # float32 products of at most 280 terms, five steps of growth 3.4
         assert np.linalg.norm(found - update) < 1e-4 * np.linalg.norm(update)
+
+
+def of_the_page() -> EmergingOptimizerConfig:
+    names: dict[str, Any] = {"EmergingOptimizerConfig": EmergingOptimizerConfig}
+    exec(SETTINGS, names)
+    return names["config"]
+
+
+def values(text: str) -> dict[str, Any]:
+    return eval(f"dict({text})")
+
+
+def test_the_page_has_all_settings() -> None:
+    (_, *arguments) = list(inspect.signature(torch.optim.Muon).parameters)
+    assert list(dict.fromkeys(theirs.partition("=")[0] for theirs, _ in ROWS)) == arguments
+    assert len(ROWS) == len(arguments) + 2  # three kinds of scale
+
+
+@pytest.mark.parametrize("row", [None, *ROWS], ids=str)
+def test_a_setting_of_the_page_does_the_same(row: tuple[str, str] | None) -> None:
+    given = RATES | (values(row[0]) if row else {})
+    # only norms near eps show it
+    size = 1e-9 if "eps" in given else 1.0
+    theirs = of_torch(size, **given)
+    config, overrides = of_the_page(), None
+    if row and row[1].startswith("{"):
+        overrides = {ParamKey(name="*"): eval(row[1])}
+    elif row:
+        vars(config).update(values(row[1]))
+    model = matrices()
+    ours = stepped(model, build_optimizer(model, config, overrides), size)
+    assert far(ours, theirs) < IN_16_BITS
+    is_default = row is None or "original" in row[0]
+    assert (far(of_torch(size, **RATES), theirs) > IN_16_BITS) != is_default
+
+
+class Whole(nn.Module):
+    """Matrices, and what AdamW steps; nothing that can be run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 12)
+        self.up, self.down = nn.Linear(12, 20), nn.Linear(20, 12, bias=False)
+        self.norm, self.lm_head = nn.LayerNorm(12), nn.Linear(12, 16, bias=False)
+
+
+class Pair:
+    """Steps two optimizers."""
+
+    def __init__(self, *optimizers: Any) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def test_a_run_of_the_pair_goes_on() -> None:
+    model = Whole()
+    mine = [model.up.weight, model.down.weight]
+    rest = [param for param in model.parameters() if not any(param is one for one in mine)]
+    vectors = {"params": [param for param in rest if param.dim() == 1], "weight_decay": 0.0}
+    others = {"params": [param for param in rest if param.dim() > 1]}
+    muon = torch.optim.Muon(mine, lr=0.02, weight_decay=0.1)
+    adamw = torch.optim.AdamW([others, vectors], lr=3e-4, weight_decay=0.1)
+    stepped(model, Pair(muon, adamw))
+    other, *pair = copy.deepcopy((model, muon, adamw))
+    for group in (*muon.param_groups, *adamw.param_groups):
+        group["lr"] = 1.0  # which does not count
+    names = {"config": of_the_page(), "build_optimizer": build_optimizer}
+    names |= {"model": model, "muon": muon, "adamw": adamw}
+    exec(TAKE_OVER, names)
+    ours, theirs = stepped(model, names["optimizer"]), stepped(other, Pair(*pair))
+    for (name, _), a, b in zip(model.named_parameters(), ours, theirs, strict=True):
+        # Adam rounds moves of 3e-4 to float32 weights of about 1
+        limit = IN_16_BITS if name in ("up.weight", "down.weight") else 1e-3
+        assert (a - b).norm() <= limit * b.norm(), name
