@@ -10,11 +10,9 @@ from torch import Tensor
 
 from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.optimizer_state import adopt_common, prepare
-from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.optimizers.continuation import Policy, Reader, Wanted
+from megatron_eopt.optimizers.continuation import Policy
 from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.optimizers.nested_state import leaves
 from megatron_eopt.optimizers.saved_groups import PARAM_NAMES, children_of, inner_of, saved_groups
@@ -151,16 +149,7 @@ def _of_whole_parameters(
     rule_of = {id(main): update_rule for update_rule, _, main in link.stepped()}
     targets = [
         [
-            Target(
-                param,
-                Wanted(
-                    name,
-                    Reader(name_of_class(rule_of[id(param)].name), group.get("momentum")),
-                    frozenset(optimizer.state[param].keys() - {STEP}),
-                    rule_of[id(param)].optional_state,
-                ),
-                STEP in optimizer.state[param],
-            )
+            Target.of(param, name, rule_of[id(param)], group, optimizer.state[param])
             for param, name in zip(group["params"], its, strict=True)
         ]
         for group, its in zip(groups, _names_by_group(link, names), strict=True)

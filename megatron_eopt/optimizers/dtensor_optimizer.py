@@ -17,15 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import MOMENTUM_SCALE, STEP
 from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.layouts import Plan
 from megatron_eopt.math.precision import matmul_precision
-from megatron_eopt.optimizers.continuation import Policy, Reader, Wanted
+from megatron_eopt.optimizers.continuation import Policy
 from megatron_eopt.optimizers.host_memory import OffloadSettings
 from megatron_eopt.optimizers.saved_groups import take_settings
 from megatron_eopt.optimizers.spot_checks import SpotChecks
-from megatron_eopt.optimizers.state_dicts import Loaded, StateDictMatch, Target, named
+from megatron_eopt.optimizers.state_dicts import Loaded, StateDictMatch, Target, is_users, named
 from megatron_eopt.optimizers.update_rule import (
     CompositeOptimizer,
     ParamGroup,
@@ -295,7 +294,10 @@ class DTensorOptimizer(CompositeOptimizer):
         """
         rule_of = {param: update_rule for update_rule, its in self._params.items() for param in its}
         targets = [
-            [self._target(group, param, rule_of[param]) for param in group["params"]]
+            [
+                Target.of(param, self.names[param], rule_of[param], group, self.state[param])
+                for param in group["params"]
+            ]
             for group in self.param_groups
         ]
         match = StateDictMatch(state_dict, self.param_groups, targets)
@@ -308,7 +310,9 @@ class DTensorOptimizer(CompositeOptimizer):
             for param in () if update_rule in self._owned else self._params[update_rule]:
                 if loaded[param].starts_fresh:
                     # torch's distributed checkpoints may have been loaded in place
-                    self.state[param].clear()
+                    name = name_of_class(update_rule.name)
+                    kept = {k: v for k, v in self.state[param].items() if is_users(name, k)}
+                    self.state[param] = kept
             with self.groups_and_state(update_rule) as (groups, state):
                 update_rule.allocate_for_load(groups, state)
                 if update_rule in self._owned:
@@ -318,17 +322,12 @@ class DTensorOptimizer(CompositeOptimizer):
                     for count in self._owned[update_rule].counts():
                         if loaded[self._params[update_rule][count.shard]].starts_fresh:
                             count.replace(0)
-            if update_rule not in self._owned:
-                for param in self._params[update_rule]:
+            for param in self._params[update_rule]:
+                if update_rule in self._owned:
+                    loaded[param].write_of_user(self.state[param])
+                else:
                     loaded[param].write(self.state[param], _copy)
         self.pack()
-
-    def _target(self, group: ParamGroup, param: Tensor, update_rule: UpdateRule) -> Target:
-        keys = frozenset(self.state[param].keys())
-        reader = Reader(name_of_class(update_rule.name), group.get("momentum"))
-        own = keys - {STEP, MOMENTUM_SCALE}
-        wanted = Wanted(self.names[param], reader, own, update_rule.optional_state)
-        return Target(param, wanted, STEP in keys)
 
     def _misfit(self, target: Target, key: str, value: Any) -> str | None:
         """Return why a saved value cannot be loaded; None if it can."""

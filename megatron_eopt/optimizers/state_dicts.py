@@ -7,15 +7,18 @@ names, as torch writes them, are matched by the order of their parameters.
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from megatron.core.utils import log_single_rank
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import STEP
+from megatron_eopt.base.names import MOMENTUM_SCALE, STEP
+from megatron_eopt.config.registry import meanings_of, name_of_class
 from megatron_eopt.optimizers.continuation import (
     Policy,
+    Reader,
     Report,
     SavedState,
     Wanted,
@@ -35,7 +38,7 @@ from megatron_eopt.optimizers.saved_groups import (
     optimizer_of,
     with_names,
 )
-from megatron_eopt.optimizers.update_rule import set_step
+from megatron_eopt.optimizers.update_rule import OF_GROUPS, UpdateRule, set_step
 from megatron_eopt.routing.plain_names import match_names
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,29 @@ class Target:
     wanted: Wanted
     counts: bool  # whether its state has a step count
 
+    @classmethod
+    def of(
+        cls,
+        param: Tensor,
+        name: str,
+        update_rule: UpdateRule,
+        group: Mapping[str, Any],
+        state: Mapping[str, Any],
+    ) -> Self:
+        """Return the target that a parameter's state is."""
+        reader = Reader(name_of_class(update_rule.name), group.get("momentum"))
+        own = {key for key in state if not is_users(reader.name, key)}
+        keys = frozenset(own - {STEP, MOMENTUM_SCALE})
+        return cls(param, Wanted(name, reader, keys, update_rule.optional_state), STEP in own)
+
+
+def is_users(optimizer: str, key: str) -> bool:
+    """Whether a key of a parameter's state is not the optimizer's, so that a user has added it."""
+    known = meanings_of(optimizer).keys()
+    # keys of nested state, and of a weight's matrices, are paths
+    words = set(key.split("/"))
+    return bool(known) and words.isdisjoint(known | {STEP, MOMENTUM_SCALE, OF_GROUPS})
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -57,6 +83,7 @@ class Loaded:
     values: Mapping[str, Any]  # saved values by key, with the step count if there is one
     factors: Mapping[str, float]  # what a value is multiplied by, if it is converted
     starts_fresh: bool  # whether all its state starts anew
+    of_user: Mapping[str, Any]  # saved values that no optimizer knows, by key
 
     def converted(self) -> dict[str, Any]:
         """Return the values after their conversion."""
@@ -70,6 +97,7 @@ class Loaded:
             copy: Called with a tensor of the state and its saved value; copies, and returns the
                 tensor that holds this rank's elements.
         """
+        self.write_of_user(own)
         if self.starts_fresh:
             set_step(own, 0)
         for key, value in self.values.items():
@@ -82,6 +110,10 @@ class Loaded:
                     copy(mine, saved[path]).mul_(self.factors.get(key, 1.0))
                 else:
                     put(own, path, type(mine)(saved[path]))
+
+    def write_of_user(self, own: dict[str, Any]) -> None:
+        """Copy what a user has added into a parameter's state."""
+        own.update(tree_map_only(Tensor, lambda value: value.detach().clone(), dict(self.of_user)))
 
 
 def named(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -188,6 +220,7 @@ class StateDictMatch:
             ) -> str | None:
                 return problem_with(target, key, values[other])
 
+            writers = saved.optimizers
             its = report.decide(wanted, saved, misfit)
             taken = {key: values[origin.key] for key, origin in its.origins.items()}
             # moments and their count belong together
@@ -203,7 +236,13 @@ class StateDictMatch:
                 elif taken and STEP not in wanted.spare:
                     report.lack(wanted.name, STEP)
             factors = {key: o.factor for key, o in its.origins.items() if o.factor != 1.0}
-            found[target.param] = Loaded(taken, factors, bool(its.fresh) and not its.origins)
+            of_user = {
+                key: value
+                for key, value in values.items()
+                if key not in wanted.keys and all(is_users(name, key) for name in writers)
+            }
+            is_fresh = bool(its.fresh) and not its.origins
+            found[target.param] = Loaded(taken, factors, is_fresh, of_user if writers else {})
         report.refuse("state_dict", has_stepped=has_stepped)
         log_notes(report.notes)
         return found

@@ -1,17 +1,31 @@
 """``optimizer.state`` is the state: after it is cleared, the next step is that of a fresh start."""
 
+import copy
 from collections import defaultdict
 from functools import partial
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.config.registry import optimizer_names
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
-from tests.unit.fsdp2.model import config, eager, far, make_model, named, set_gradients, weights
+from tests.unit.fsdp2.model import (
+    config,
+    eager,
+    far,
+    make_model,
+    named,
+    set_gradients,
+    weights,
+    whole,
+)
 from tests.unit.storage import runs
 from tests.unit.storage.runs import OVERLAP, PLAIN, SHARDED, Run, gradients, make_chunk
 
@@ -166,6 +180,76 @@ def test_the_state_is_there_again_to_be_saved():
     assert {n: s.keys() for n, s in before["state"].items()} == {
         n: s.keys() for n, s in after["state"].items()
     }
+
+
+SLOW = "slow"
+
+
+def look_ahead(model, optimizer):
+    """Keep slow weights in the state, as Lookahead does, and a number and a plain tensor."""
+    for param in named(model).values():
+        optimizer.state[param][SLOW] = param.detach().clone()
+        optimizer.state[param]["drawn"] = {"seed": 7, "noise": torch.arange(3.0)}
+
+
+def by_optimizer(model, optimizer):
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def by_torch(model, optimizer):
+    return copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+
+
+def users_keys(layout, variants):
+    """Return where a user's own state is not what it was before a save and a load."""
+    wrong = []
+    for variant in variants:
+        for form in (by_optimizer, by_torch):
+            model = make_model(layout)
+            optimizer = build(model, variant)
+            stepped(model, optimizer, 0, 1)
+            look_ahead(model, optimizer)
+            kept = {name: whole(param) for name, param in named(model).items()}
+            stepped(model, optimizer, 1, 1)
+            saved = form(model, optimizer)
+            for is_there in (False, True):
+                other = copied(model, layout)
+                following = build(other, variant)
+                if is_there:
+                    look_ahead(other, following)
+                if form is by_torch:
+                    set_optimizer_state_dict(other, following, saved)
+                else:
+                    following.load_state_dict(saved)
+                for name, param in named(other).items():
+                    found = following.state[param]
+                    same = SLOW in found and torch.equal(whole(found[SLOW]), kept[name])
+                    if not same or found.get("drawn", {}).get("seed") != 7:
+                        wrong.append((variant, form.__name__, is_there, name))
+    return wrong
+
+
+@pytest.mark.parametrize("variant", ["muon", "normuon", "int8", "soap", "adam", "lion"])
+def test_a_users_own_state_is_saved_and_loaded(variant):
+    assert not users_keys("plain", [variant])
+
+
+def test_a_users_own_state_on_shards():
+    assert run_ranks(2, users_keys, "fsdp", ["muon", "int8", "soap", "adam"], cpu=False) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("adam", "muon"), ("muon", "muon"), ("muon", "soap")]
+)
+def test_a_users_own_state_needs_no_counterpart(before, after):
+    model = make_model()
+    optimizer = build(model, before)
+    stepped(model, optimizer, 0, 1)
+    saved = optimizer.state_dict()
+    following = build(model, after)
+    look_ahead(model, following)
+    following.load_state_dict(saved)
+    assert all(SLOW in following.state[param] for param in following.names)
 
 
 CHAINS = {
