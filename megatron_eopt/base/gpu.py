@@ -1,54 +1,18 @@
-"""Detects GPUs and tensors that GPU kernels can process, and copies values to the host."""
+"""Detects GPUs, runs work beside other work, and copies values between host and device."""
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-logger = logging.getLogger(__name__)
-
 
 def is_there() -> bool:
     """Return whether ``cuda`` is a real GPU; the CPU back end maps ``cuda`` to the CPU."""
     return torch.cuda.is_available() and torch.empty(0, device="cuda").is_cuda
-
-
-def runs_kernels(tensor: Tensor) -> bool:
-    """Return whether our kernels handle a tensor: one on a GPU, or a dry run's fake tensor."""
-    # fake tensors first, since they may claim to be on a GPU that this machine lacks
-    return is_fake(tensor) or (tensor.is_cuda and compiles())
-
-
-@cache
-def compiles() -> bool:
-    """Return whether Triton can build a kernel on this machine; warn if it cannot."""
-    try:
-        import_module("megatron_eopt.base.triton_probe").launch()
-    except Exception as error:
-        logger.warning(
-            "Triton cannot build kernels on this machine, so optimizer steps use torch's and are "
-            "slower. It needs a C compiler and Python's headers. The error was: %s",
-            error,
-        )
-        return False
-    return True
-
-
-def call(module: str, function: str, tensor: Tensor, *args: Any) -> None:
-    """Call a function that launches Triton kernels, on the device of ``tensor``.
-
-    Triton launches on the current device, which need not be the tensor's. Its module is imported
-    now, because Triton is installed only on machines with GPUs.
-    """
-    with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
-        getattr(import_module(module), function)(*args)
 
 
 def uploaded(values: Any, device: torch.device) -> Tensor:
@@ -84,12 +48,11 @@ class Staging:
         self._kept.append(place)
         return place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    def kept(self, table: Tensor) -> Tensor:
-        """Return a table for a kernel; keep it forever if a graph is captured that reads it."""
+    def note(self, table: Tensor) -> None:
+        """Count a table that a kernel reads; keep it forever if a captured graph reads it."""
         self._used += _padded(table)
         if table.is_cuda and torch.cuda.is_current_stream_capturing():
             self._kept.append(table)
-        return table
 
     def reserve(self) -> None:
         """Provide for a capture of what has been done since the last call, twice over."""
@@ -104,6 +67,39 @@ def _padded(tensor: Tensor) -> int:
 
 staging = Staging()
 """That of this process."""
+
+
+class Table:
+    """A numpy array on a device, for kernels on any stream."""
+
+    def __init__(self, values: Any, device: torch.device) -> None:
+        self._tensor = uploaded(values, device)
+        self._is_captured = False
+        if self._tensor.is_cuda:
+            self._stream, self._is_captured = _stream_of(device)
+            self._arrival = self._stream.record_event()
+
+    def on_this_stream(self) -> Tensor:
+        """Return it for a kernel that will be launched on the current stream."""
+        table = self._tensor
+        staging.note(table)
+        if not table.is_cuda:
+            return table
+        stream, is_captured = _stream_of(table.device)
+        if stream == self._stream:
+            return table
+        # a capture begins when the device is idle, and events do not leave it
+        if is_captured == self._is_captured:
+            stream.wait_event(self._arrival)
+        if not is_captured:
+            # else its memory could be used anew on the stream that uploaded it
+            table.record_stream(stream)
+        return table
+
+
+def _stream_of(device: torch.device) -> tuple[Any, bool]:
+    """Return the current stream, and whether a graph is being captured."""
+    return torch.cuda.current_stream(device), torch.cuda.is_current_stream_capturing()
 
 
 SIDE_STREAM = "MEGATRON_EOPT_SIDE_STREAM"

@@ -3,11 +3,12 @@
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
+from importlib.util import find_spec
 from typing import Any, get_args
 
 import torch
 
-from megatron_eopt.base import gpu
+from megatron_eopt.base import gpu, kernels
 from megatron_eopt.base.agreement import gather_objects, is_rank_0
 from megatron_eopt.base.errors import (
     ConfigurationError,
@@ -38,10 +39,11 @@ from megatron_eopt.math import (
     ScaleModeT,
     backend_names,
     get_backend,
+    passes,
     resolve_coefficients,
     sound_precision,
 )
-from megatron_eopt.math.backends import automatic
+from megatron_eopt.math.backends import PACKAGES, automatic
 from megatron_eopt.math.coefficients import check_steps
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
 from megatron_eopt.math.moments import Moment2MethodT
@@ -183,8 +185,10 @@ def check_values(config: Any, optimizers: Collection[str]) -> None:
         resolve_coefficients(coefficients, steps, "muon_coefficient_type")
         backend = config.muon_backend
         check_choice("muon_backend", backend, backend_names())
-        with naming({"backend": "muon_backend"}):
-            get_backend(backend)
+        # what "auto" means is decided later, by all ranks together
+        if backend != "auto":
+            with naming({"backend": "muon_backend"}):
+                get_backend(backend)
     for optimizer in set(optimizers) - set(STANDARD_OPTIMIZERS):
         of_class = entry_of(optimizer).optimizer_cls, prefixes_of(optimizer), config
         check_arguments(optimizer, kwargs_from_config(*of_class), names_of_arguments(*of_class))
@@ -246,6 +250,8 @@ def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
     for family, defaults in ((prefixes_of(main), _OF_THE_MAIN_MUON), (prefixes, _OF_ANY_MUON)):
         if "muon" not in family:
             unused |= {n for n, unset in defaults.items() if getattr(config, n, unset) != unset}
+    if config.muon_use_syrk:
+        unused.add("muon_use_syrk")  # constructors accept it, but do nothing with it
     if unused and is_rank_0():
         values = ", ".join(f"{name}={getattr(config, name)!r}" for name in sorted(unused))
         names = " and ".join(sorted(optimizers))
@@ -257,12 +263,13 @@ def check_alike(config: Any) -> None:
     # other values, such as timers and types, may differ as objects while they mean the same
     comparable = (int, float, str, tuple, type(None))
     mine = {n: v for n, v in sorted(vars(config).items()) if isinstance(v, comparable)}
+    # before anything asks which kernels run
+    kernels.agree(wanted=config.optimizer_kernels)
     if mine.get("muon_backend") == "auto":
-        # the choice depends on the packages installed on a host
         mine["muon_backend"] = automatic()
     if gpu.is_there():
-        # ranks without Triton's kernels would round otherwise
-        mine["triton"] = gpu.compiles()
+        # with them, ranks would round otherwise
+        mine |= {name: find_spec(name) is not None for name in PACKAGES}
     of_ranks = gather_objects(mine)
     for name in dict.fromkeys(name for its in of_ranks for name in its):
         # as text, because nan does not equal itself, and 1 equals True
@@ -291,8 +298,8 @@ def refuse_for_graphs(config: Any) -> None:
         for name, needed in _FOR_GRAPHS.items()
         if given.get(name, needed) != needed
     ]
-    if gpu.is_there() and not gpu.runs_kernels(torch.empty(0, device="cuda")):
-        rules.append("needs Triton's kernels, which cannot be built on this machine")
+    if gpu.is_there() and not passes.KERNELS.runs(torch.empty(0, device="cuda")):
+        rules.append("needs GPU kernels, which are turned off or do not work on this machine")
     if rules:
         hint = "Change that setting, or turn optimizer_cuda_graph off"
         raise ConfigurationError("optimizer_cuda_graph", True, rules[0], hint)

@@ -125,6 +125,10 @@ class EmergingOptimizerConfig(OptimizerConfig, metaclass=TakesOldNames):
     installed and supported by the GPU, else "torch"). "emerging_optimizers" reproduces
     megatron-core's results bit for bit."""
 
+    muon_use_syrk: bool = False
+    """Has no effect; megatron-core 0.20 has this field. On GPUs, symmetric products are computed as
+    such anyway."""
+
     fused_adam: bool = True
     """Update parameters with torch's fused Adam if neither Transformer Engine nor Apex is
     installed. If off, their updates equal megatron-core's bit for bit."""
@@ -145,6 +149,11 @@ class EmergingOptimizerConfig(OptimizerConfig, metaclass=TakesOldNames):
     checkpoint_momentum_from_adam: bool = False
     """Start Muon's momentum from Adam's first moment if the checkpoint has no momentum. Use it to
     switch a run from Adam to Muon."""
+
+    optimizer_kernels: bool = True
+    """Use this package's GPU kernels in optimizer steps. If off, or with MEGATRON_EOPT_KERNELS=0 in
+    the environment, torch's functions compute everything, which is slower. Turn it off to find out
+    whether a kernel is the cause of an error or a wrong loss. It holds for the whole process."""
 
     print_optimizer_routing: bool = False
     """Log a table of each parameter's optimizer, split, learning rate, weight decay and reason."""

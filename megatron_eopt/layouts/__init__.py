@@ -7,6 +7,7 @@
 * A **redistribution** runs a plan: one all-to-all in and one out per wave.
 """
 
+from megatron_eopt.layouts import copy_checks as _copy_checks  # noqa: F401  registers cases
 from megatron_eopt.layouts.assignment import assign_owners, plan_waves
 from megatron_eopt.layouts.dtensor import block_layout, dtensor_layout
 from megatron_eopt.layouts.layout import Layout

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_eopt.base import gpu
+from megatron_eopt.base.gpu import Table
 
 BLOCK = tl.constexpr(2048)
 """Elements that one program copies."""
@@ -68,19 +68,19 @@ def _copy(
 
 
 @lru_cache(maxsize=128)
-def _programs(device: torch.device, sizes: tuple[tuple[int, ...], ...]) -> Tensor:
-    """Return the table of programs, given the size of each block."""
+def _programs(device: torch.device, sizes: tuple[tuple[int, ...], ...]) -> tuple[Table, int]:
+    """Return the table of programs and how many there are, given the size of each block."""
     counts = -(-np.array(sizes, np.int64).prod(1) // BLOCK.value)
     number = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     part = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return gpu.uploaded(np.stack([number, part.astype(np.int32)]), device)
+    return Table(np.stack([number, part.astype(np.int32)]), device), len(number)
 
 
 # Addresses mostly repeat from step to step, because torch's allocator hands out the same memory.
 # Then no table is built or uploaded.
 @lru_cache(maxsize=1024)
-def _table(device: torch.device, blocks: tuple[tuple[int, ...], ...]) -> Tensor:
-    return gpu.uploaded(np.array(blocks, np.int64), device)
+def _table(device: torch.device, blocks: tuple[tuple[int, ...], ...]) -> Table:
+    return Table(np.array(blocks, np.int64), device)
 
 
 def launch(outs: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
@@ -100,7 +100,7 @@ def launch(outs: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
         parts.setdefault(aligned, []).append(row)
     device, types = outs[0].device, (_TYPES[blocks[0].dtype], _TYPES[outs[0].dtype])
     for aligned, rows in parts.items():
-        programs = gpu.staging.kept(_programs(device, tuple(row[2:5] for row in rows)))
-        if programs.numel():
-            table = gpu.staging.kept(_table(device, tuple(rows)))
-            _copy[(programs.shape[1],)](programs, table, *types, aligned, num_warps=8)
+        programs, count = _programs(device, tuple(row[2:5] for row in rows))
+        if count:
+            tables = (programs.on_this_stream(), _table(device, tuple(rows)).on_this_stream())
+            _copy[(count,)](*tables, *types, aligned, num_warps=8, enable_fp_fusion=False)

@@ -22,6 +22,7 @@ from megatron_eopt.base import gpu
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.kernels import Family
 from megatron_eopt.base.meter import Meter
 from megatron_eopt.layouts.assignment import first_uses
 from megatron_eopt.layouts.exchange import Copy, Exchange
@@ -32,17 +33,20 @@ EXCHANGE = "exchange"
 
 _MOST = 2**31 - 4096  # elements that the kernel can index with 32 bits
 
+KERNELS = Family("copies of blocks")
+
 type FlatT = Sequence[Tensor] | Mapping[int, Tensor]
 """Flat contiguous tensors, by the index that copies use."""
 
 
 # a torch operator, because a dry run counts operators and has no data for a kernel
 @torch.library.custom_op("megatron_eopt::copy_blocks", mutates_args=("outs",))
-def _copy_blocks(outs: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
-    gpu.call("megatron_eopt.layouts.block_copies", "launch", outs[0], outs, blocks)
+def copy_blocks(outs: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
+    """Copy blocks of one dtype to ``outs`` of one dtype by a kernel, see ``block_copies``."""
+    KERNELS.call(outs[0], "megatron_eopt.layouts.block_copies", "launch", outs, blocks)
 
 
-_copy_blocks.register_fake(lambda outs, blocks: None)
+copy_blocks.register_fake(lambda outs, blocks: None)
 
 
 def run_copies(copies: Sequence[Copy], sources: FlatT, sinks: FlatT) -> None:
@@ -55,10 +59,10 @@ def run_copies(copies: Sequence[Copy], sources: FlatT, sinks: FlatT) -> None:
         out = _block(sinks[copy.sink], copy.size, copy.write)
         block = _block(sources[copy.source], copy.size, copy.read)
         is_small = out.numel() < _MOST
-        alike[out.dtype, block.dtype, is_small and gpu.runs_kernels(out)].append((out, block))
+        alike[out.dtype, block.dtype, is_small and KERNELS.runs(out)].append((out, block))
     for (*_, is_served), pairs in alike.items():
         outs, blocks = map(list, zip(*pairs, strict=True))
-        (_copy_blocks if is_served else torch._foreach_copy_)(outs, blocks)
+        (copy_blocks if is_served else torch._foreach_copy_)(outs, blocks)
 
 
 def _block(tensor: Tensor, size: tuple[int, ...], place: tuple[int, ...]) -> Tensor:

@@ -3,6 +3,7 @@
 :func:`orthogonalize` is the entry point; the other names are what its arguments need.
 """
 
+from megatron_eopt.math import kernel_checks as _kernel_checks  # noqa: F401  registers cases
 from megatron_eopt.math.algorithm import (
     AlgorithmT,
     Plan,

@@ -21,13 +21,28 @@ from torch import Tensor
 from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import is_rank_0
 from megatron_eopt.base.errors import ConfigurationError, check_choice
+from megatron_eopt.base.kernels import SWITCH, Family, is_on
 from megatron_eopt.base.upstream import find_upstream, require_upstream
 from megatron_eopt.math.algorithm import AlgorithmT, Plan
 from megatron_eopt.math.coefficients import Triple
 from megatron_eopt.math.newton_schulz import normalize
 from megatron_eopt.math.precision import matmul_precision
+from megatron_eopt.math.products import suits_quack
 
 logger = logging.getLogger(__name__)
+
+PACKAGES = ("gram_newton_schulz", "quack")
+"""Packages whose kernels are used if they are installed."""
+
+GRAM_NEWTON_SCHULZ = Family(
+    "orthogonalization in gram-newton-schulz",
+    lambda device: not _missing() and suits_quack(device),
+)
+
+
+def _missing() -> list[str]:
+    return [name for name in PACKAGES if find_spec(name) is None]
+
 
 type ComputeT = Callable[[Tensor, tuple[Triple, ...], Plan, float], Tensor]
 """Orthogonalizes whole matrices, called as ``(wide, schedule, plan, eps)``.
@@ -118,12 +133,17 @@ def _gram_newton_schulz() -> Backend:
             ns_coefficients=[list(triple) for triple in schedule],
             use_gram_newton_schulz=plan.algorithm == "gram",
             gram_newton_schulz_reset_iterations=list(plan.restarts),
+            # its default also captures CUDA graphs, which reuse the memory of their results and
+            # cannot be part of a captured step
+            compile_kwargs={"fullgraph": True},
         )
 
     def compute(wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
-        # the package's CUDA graphs reuse their output buffer, so the result must be copied
-        result: Tensor = solver(schedule, plan, eps)(wide.contiguous()).clone()
-        return result
+        # release 0.1.5 divides float32 matrices in place
+        own = wide.clone(memory_format=torch.contiguous_format)
+        with GRAM_NEWTON_SCHULZ.launching(own):
+            result: Tensor = solver(schedule, plan, eps)(own)
+            return result
 
     return Backend(compute, ("gram", "standard"), half=True)
 
@@ -172,32 +192,37 @@ _LOADERS: dict[str, Callable[[], Backend]] = {
     "gram_newton_schulz": _gram_newton_schulz,
 }
 _LOADED: dict[str, Backend] = {}
+_KERNELS = {"syrk", "transformer_engine", "gram_newton_schulz"}  # that need a GPU
 
-_SERVED = (9, 10)  # major compute capabilities with symmetric kernels in gram-newton-schulz
 
-
-@cache
 def automatic() -> str:
     """Return the backend that ``auto`` means on this machine, and log the reason on rank 0.
 
     gram-newton-schulz was the fastest on an H100. ``syrk`` also beats torch but is never chosen
     automatically, because it spends minutes tuning hundreds of kernels for each matrix size.
     """
-    package = "gram_newton_schulz"
-    missing = [name for name in (package, "quack") if find_spec(name) is None]
-    name = "torch"
+    name, why = "torch", ""
     if not gpu.is_there():
         why = "no NVIDIA GPU is visible"
-    elif missing:
+    elif missing := _missing():
         why = f"{missing[0]} is not installed"
-    elif (capability := torch.cuda.get_device_capability())[0] not in _SERVED:
-        why = f"{package} has no kernels for compute capability {capability[0]}.{capability[1]}"
+    elif not suits_quack(torch.device("cuda")):
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+        why = f"gram_newton_schulz has no kernels for compute capability {capability}"
+    elif not GRAM_NEWTON_SCHULZ.runs(torch.empty(0, device="cuda")):
+        why = f"kernels of gram_newton_schulz are turned off ({SWITCH}) or failed on a rank"
     else:
-        name, why = package, "its kernels support this GPU; torch computes what they do not"
-    # a fact about this machine, not about a rank, and cached, so this is logged once
-    if is_rank_0():
-        logger.info("muon_backend='auto' uses %s: %s (change with --muon-backend)", name, why)
+        name = "gram_newton_schulz"
+        why = "its kernels support this GPU; torch computes what they do not"
+    _tell("auto", f"uses {name}: {why} (change with --muon-backend)")
     return name
+
+
+@cache
+def _tell(backend: str, what: str) -> None:
+    """Log once what a backend means."""
+    if is_rank_0():
+        logger.info("muon_backend=%r %s", backend, what)
 
 
 def backend_names() -> tuple[str, ...]:
@@ -213,11 +238,16 @@ def register_backend(name: str, backend: Backend) -> None:
 def get_backend(name: str) -> Backend | None:
     """Return a backend by name, or None for our own torch iteration. ``auto`` is resolved first.
 
+    If kernels are turned off, our own iteration takes the place of the packages that are kernels.
+
     Raises:
         ConfigurationError: If the name is unknown, or the package or a GPU is missing.
     """
     check_choice("backend", name, backend_names())
     name = automatic() if name == "auto" else name
+    if name in _KERNELS and not is_on():
+        _tell(name, f"is replaced by 'torch': {SWITCH}=0 or optimizer_kernels=False")
+        return None
     if name in _LOADERS and name not in _LOADED:
         _LOADED[name] = _LOADERS[name]()
     return _LOADED.get(name)

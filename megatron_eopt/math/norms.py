@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.base import gpu
+from megatron_eopt.base.kernels import Family
 
-_KERNELS = "megatron_eopt.math.triton_normalize"
+KERNELS = Family("norms and divisions by them")
+
+_MODULE = "megatron_eopt.math.triton_normalize"
 _MOST_PARTS = 1024  # partial sums per matrix; each block of the second kernel adds them up
 _BLOCK = 4096  # elements that a program adds at once
 
@@ -24,7 +26,7 @@ _library.define(
 
 def serves(x: Tensor) -> bool:
     """Return whether the kernels support a tensor."""
-    return gpu.runs_kernels(x) and x.is_contiguous() and x.dtype != torch.float64 and x.numel() > 0
+    return KERNELS.runs(x) and x.is_contiguous() and x.dtype != torch.float64 and x.numel() > 0
 
 
 def sums_of_squares(x: Tensor) -> Tensor:
@@ -57,12 +59,12 @@ def _no_sums(x: Tensor, chunk: int) -> Tensor:
 
 def _sum(x: Tensor, chunk: int) -> Tensor:
     found = _no_sums(x, chunk)
-    gpu.call(_KERNELS, "launch_sums", x, x, found, chunk, _BLOCK)
+    KERNELS.call(x, _MODULE, "launch_sums", x, found, chunk, _BLOCK)
     return found
 
 
 def _divide(x: Tensor, squares: Tensor, eps: float, norm: float, out: Tensor) -> None:
-    gpu.call(_KERNELS, "launch_division", x, x, squares, eps, norm, out, _BLOCK)
+    KERNELS.call(x, _MODULE, "launch_division", x, squares, eps, norm, out, _BLOCK)
 
 
 # for every device, because `serves` has chosen already

@@ -245,8 +245,9 @@ def _iterate(
     The result is written to ``out``, which may be ``wide``, if its dtype and strides allow it.
     """
     plan = plan.stable(wide.shape[-2])
+    has_kernels = products.serves(wide, plan.dtype)
     # the standard form too, see Note [Float16 range]
-    if plan.dtype == torch.bfloat16 and products.serves(wide, plan.dtype):
+    if plan.dtype == torch.bfloat16 and has_kernels:
         plan = replace(plan, dtype=torch.float16)
     tall = wide.stride(-2) < wide.stride(-1)
     x = wide.mT if tall else wide
@@ -256,6 +257,9 @@ def _iterate(
         if out.dtype.itemsize == plan.dtype.itemsize and out.is_contiguous():
             # another dtype of the same width: iterates use the caller's memory as they please
             place = out.view(plan.dtype)
+            # unless kernels take iterates from new memory only, since this one is not aligned
+            if has_kernels and not products.serves(place):
+                place = None
     # iterates alternate between two buffers, and the last one must be in `place`
     first, spare = (None, place) if plan.products(len(schedule)) % 2 else (place, None)
     norm, scale = 1.0, 1.0

@@ -31,8 +31,10 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from megatron_eopt.base import gpu
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.kernels import Family
+
+KERNELS = Family("momentum, weight and Adam updates")
 
 # torch allows one DEF for a namespace; other modules add to it by FRAGMENT
 _library: Any = torch.library.Library("megatron_eopt", "DEF")  # type: ignore[no-untyped-call]
@@ -53,11 +55,11 @@ _NAMES = {
 def _launch(name: str, *arguments: Any) -> None:
     *lists, coefficient, numbers, live = arguments
     first = lists[0][0]
-    if live is not None and not gpu.runs_kernels(first):
-        _ON_HOST[name](lists, coefficient, live.tolist())
+    if live is not None and not KERNELS.runs(first):
+        ON_HOST[name](lists, coefficient, live.tolist())
         return
-    kernels = "megatron_eopt.math.triton_passes"
-    gpu.call(kernels, "launch", first, name, lists, coefficient, numbers, live)
+    module = "megatron_eopt.math.triton_passes"
+    KERNELS.call(first, module, "launch", name, lists, coefficient, numbers, live)
 
 
 def _register(name: str) -> None:
@@ -260,8 +262,8 @@ def _adam_on_host(
     _adam([*others, counts], [], coefficient, group, cautious=bool(cautious))
 
 
-_ON_HOST = {"mix": _mix, "update": _update, "adam": _adam_on_host}
-"""What operators with live numbers run where no kernel does."""
+ON_HOST = {"mix": _mix, "update": _update, "adam": _adam_on_host}
+"""What operators with live numbers run where no kernel does; with what kernels are compared."""
 
 
 def _adam(
@@ -346,7 +348,7 @@ def _is_operator(lists: Sequence[Sequence[Tensor]], live: Tensor | None) -> bool
 def _is_served(lists: Sequence[Sequence[Tensor]]) -> bool:
     """Return whether the kernels support tensors: on one GPU, contiguous, of at most 32 bits."""
     first = lists[0][0]
-    return gpu.runs_kernels(first) and all(
+    return KERNELS.runs(first) and all(
         tensor.is_contiguous() and tensor.dtype.itemsize <= 4 and tensor.device == first.device
         for some in lists
         for tensor in some

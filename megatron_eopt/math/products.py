@@ -5,11 +5,10 @@ float32 before it rounds, so that none is copied or costs another pass. Operands
 
 Three ways lead to a symmetric result: the kernel of the package quack, if it is installed and
 supports the GPU; our own Triton kernel; and, where :func:`serves` is false, the whole product by
-torch. See :func:`megatron_eopt.math.newton_schulz.symmetric`.
+torch. See :func:`megatron_eopt.math.newton_schulz.symmetric`. Our own result is symmetric to the
+bit, quack's is so up to rounding.
 """
 
-from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,10 +16,28 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from megatron_eopt.base import gpu
+from megatron_eopt.base.address import address_of
+from megatron_eopt.base.kernels import Family
 
-_QUACK_SERVES = (9, 10)  # major compute capabilities with symmetric kernels
-_ALIGNED = 8  # 16-bit numbers per 16 bytes, of which its strides must be multiples
+_WIDE = 16  # multiples of it in sizes, strides and bytes of addresses let Triton load 16 bytes
+
+
+def has_matrix_units(device: torch.device) -> bool:
+    """Return whether a GPU multiplies 16-bit matrices as Triton compiles it; a T4 does not."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def suits_quack(device: torch.device) -> bool:
+    """Return whether quack has symmetric kernels for a device; an MI300 also says 9.4."""
+    is_nvidias = torch.version.hip is None
+    return is_nvidias and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+KERNELS = Family("symmetric products", has_matrix_units)
+QUACK = Family(
+    "symmetric products in quack",
+    lambda device: find_spec("quack") is not None and suits_quack(device),
+)
 
 _library: Any = torch.library.Library("megatron_eopt", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
@@ -30,9 +47,24 @@ _library.define(
 
 
 def serves(matrix: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Return whether the kernels support products of a matrix, once it has this ``dtype``."""
+    """Return whether the kernels support products of a matrix, or of its copy in a ``dtype``.
+
+    Others are left to torch: with scalar loads, kernels would spill registers.
+    """
     is_16_bit = (dtype or matrix.dtype).itemsize == 2
-    return is_16_bit and gpu.runs_kernels(matrix) and matrix.numel() > 0
+    return (
+        is_16_bit
+        and matrix.numel() > 0
+        and not any(size % _WIDE for size in matrix.shape[-2:])
+        and (dtype is not None or _is_aligned(matrix, _WIDE))
+        and KERNELS.runs(matrix)
+    )
+
+
+def _is_aligned(tensor: Tensor, multiple: int) -> bool:
+    """Return whether a tensor begins at 16 bytes, and its strides are 1 or such multiples."""
+    of_strides = all(stride == 1 or stride % multiple == 0 for stride in tensor.stride())
+    return of_strides and address_of(tensor)[1] % 16 == 0
 
 
 def multiply(
@@ -69,34 +101,47 @@ def _multiply(
     out: Tensor,
 ) -> None:
     # quack's kernel has one addend
-    if symmetric and not gamma and _quack_serves(left, right, out):
-        quack = import_module("quack.gemm_interface")
-        quack.gemm_symmetric_out(left, right, out, add, alpha=alpha, beta=beta)
-        # our kernel adds it by itself, quack's does not
-        if diagonal:
-            out.diagonal(0, -2, -1).add_(diagonal)
-        return
+    if symmetric and not gamma and _quack_serves(left, right, add, out):
+        multiply_by_quack(left, right, add, (alpha, beta, diagonal), out)
+    else:
+        multiply_by_triton(left, right, add, (alpha, beta, gamma, diagonal), symmetric, out)
+
+
+def multiply_by_triton(
+    left: Tensor,
+    right: Tensor,
+    add: Tensor | None,
+    numbers: tuple[float, float, float, float],
+    symmetric: bool,
+    out: Tensor,
+) -> None:
+    """Do what :func:`multiply` does, by our own kernel."""
     stacks = [t if t is None or t.ndim == 3 else t.unsqueeze(0) for t in (left, right, add, out)]
-    numbers = (alpha, beta, gamma, diagonal)
-    gpu.call("megatron_eopt.math.triton_products", "launch", out, *stacks, numbers, symmetric)
+    module = "megatron_eopt.math.triton_products"
+    KERNELS.call(out, module, "launch", *stacks, numbers, symmetric)
 
 
-def _quack_serves(left: Tensor, right: Tensor, out: Tensor) -> bool:
-    return (
-        _is_on_gpu(left)
-        and _has_quack(left.device)
-        and not any(size % _ALIGNED for t in (left, right, out) for size in t.shape[-2:])
+def multiply_by_quack(
+    left: Tensor,
+    right: Tensor,
+    add: Tensor | None,
+    numbers: tuple[float, float, float],
+    out: Tensor,
+) -> None:
+    """Do what :func:`multiply` does for a symmetric result without ``gamma``, by quack's kernel."""
+    alpha, beta, diagonal = numbers
+    given = (left, right, out, add)
+    QUACK.call(out, "quack.gemm_interface", "gemm_symmetric_out", *given, alpha=alpha, beta=beta)
+    # our kernel adds it by itself, quack's does not
+    if diagonal:
+        out.diagonal(0, -2, -1).add_(diagonal)
+
+
+def _quack_serves(*operands: Tensor | None) -> bool:
+    given = [operand for operand in operands if operand is not None]
+    return QUACK.runs(given[0]) and all(
+        operand.ndim > 1 and _is_aligned(operand, 8) for operand in given
     )
-
-
-def _is_on_gpu(tensor: Tensor) -> bool:
-    return tensor.is_cuda
-
-
-@cache
-def _has_quack(device: torch.device) -> bool:
-    is_there = find_spec("quack") is not None
-    return is_there and torch.cuda.get_device_capability(device)[0] in _QUACK_SERVES
 
 
 @register_flop_formula(torch.ops.megatron_eopt.multiply, get_raw=True)  # type: ignore[untyped-decorator]

@@ -40,7 +40,8 @@ def launch_sums(x: Tensor, sums: Tensor, chunk: int, block: int) -> None:
     """Write the sums of squares of the chunks of matrices; ``sums`` has one column per chunk."""
     size = x.shape[-2] * x.shape[-1]
     parts = sums.shape[-1]
-    _sum_squares[(sums.numel(),)](x, sums, size, chunk, parts, block, num_warps=8)
+    numbers = (size, chunk, parts, block)
+    _sum_squares[(sums.numel(),)](x, sums, *numbers, num_warps=8, enable_fp_fusion=False)
 
 
 def launch_division(
@@ -50,4 +51,5 @@ def launch_division(
     size, parts = x.shape[-2] * x.shape[-1], sums.shape[-1]
     widths = (triton.next_power_of_2(parts), 4 * block)
     grid = (triton.cdiv(size, 4 * block) * (x.numel() // size),)
-    _divide[grid](x, sums, out, (eps, norm), size, parts, widths, num_warps=8)
+    numbers = ((eps, norm), size, parts, widths)
+    _divide[grid](x, sums, out, *numbers, num_warps=8, enable_fp_fusion=False)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_eopt.base import gpu
+from megatron_eopt.base.gpu import Table
 from megatron_eopt.math import passes
 
 BLOCK = tl.constexpr(passes.BLOCK)
@@ -178,17 +178,17 @@ def adam(
 
 
 @lru_cache(maxsize=128)
-def _programs(device: torch.device, counts: tuple[int, ...]) -> Tensor:
+def _programs(device: torch.device, counts: tuple[int, ...]) -> Table:
     """Return the table of programs, given the number of blocks of each tensor."""
     number = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     firsts = np.cumsum(counts, dtype=np.int64) - counts
     block = np.arange(len(number)) - np.repeat(firsts, counts)
-    return gpu.uploaded(np.stack([number, block.astype(np.int32)]), device)
+    return Table(np.stack([number, block.astype(np.int32)]), device)
 
 
 @lru_cache(maxsize=1024)
-def _table(device: torch.device, sizes_and_addresses: tuple[int, ...]) -> Tensor:
-    return gpu.uploaded(np.array(sizes_and_addresses, np.int64), device)
+def _table(device: torch.device, sizes_and_addresses: tuple[int, ...]) -> Table:
+    return Table(np.array(sizes_and_addresses, np.int64), device)
 
 
 def launch(
@@ -217,8 +217,8 @@ def launch(
             continue
         table = _table(device, tuple(chain(*zip(*rows, strict=True))))
         globals()[name][(sum(counts),)](
-            gpu.staging.kept(_programs(device, counts)),
-            gpu.staging.kept(table),
+            _programs(device, counts).on_this_stream(),
+            table.on_this_stream(),
             len(rows),
             coefficient,
             tuple(np.array(numbers, np.float32).tolist()),  # kernels take float32

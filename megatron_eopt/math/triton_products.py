@@ -11,7 +11,6 @@ from torch import Tensor
 
 _DEPTH = 64  # entries of the inner dimension that are loaded at once
 _SIDE = 128  # rows and columns of a tile: two programs fit a multiprocessor of an H100
-_ODD_SIDE = 64  # where sizes are no multiples, and masks need registers
 _NEIGHBOURS = tl.constexpr(8)  # rows of tiles that programs visit together, so that caches serve
 
 
@@ -54,20 +53,20 @@ def _multiply(
     rows = (tile_row * side + tl.arange(0, side)).to(tl.int64)
     columns = (tile_column * side + tl.arange(0, side)).to(tl.int64)
     inner, ahead = tl.arange(0, depth).to(tl.int64), tl.full((), depth, tl.int64)
-    # what is loaded for rows and columns outside is not stored
-    read_rows = rows if even else tl.minimum(rows, m - 1)
-    read_columns = columns if even else tl.minimum(columns, n - 1)
-    lefts = left + batch * left_batch + read_rows[:, None] * left_row
+    lefts = left + batch * left_batch + rows[:, None] * left_row
     lefts += inner[None, :] * left_column
-    rights = right + batch * right_batch + read_columns[None, :] * right_column
+    rights = right + batch * right_batch + columns[None, :] * right_column
     rights += inner[:, None] * right_row
     total = tl.zeros((side, side), tl.float32)
     for start in range(0, k, depth):
         if even:
             one, other = tl.load(lefts), tl.load(rights)
         else:
-            one = tl.load(lefts, mask=inner[None, :] < k - start, other=0.0)
-            other = tl.load(rights, mask=inner[:, None] < k - start, other=0.0)
+            # masks instead of smaller indices, with which Triton would not load 16 bytes at once
+            of_left = (rows[:, None] < m) & (inner[None, :] < k - start)
+            of_right = (inner[:, None] < k - start) & (columns[None, :] < n)
+            one = tl.load(lefts, mask=of_left, other=0.0)
+            other = tl.load(rights, mask=of_right, other=0.0)
         total = tl.dot(one, other, total)
         lefts += ahead * left_column
         rights += ahead * right_row
@@ -115,16 +114,17 @@ def launch(
     batch, m, k = left.shape
     n = right.shape[-1]
     alpha, beta, gamma, diagonal = numbers
+    # else tiles are masked; smaller ones without masks would be slower
     even = m % _SIDE == 0 and n % _SIDE == 0 and k % _DEPTH == 0
-    side = _SIDE if even else _ODD_SIDE
-    tiles = (triton.cdiv(m, side), triton.cdiv(n, side))
+    tiles = (triton.cdiv(m, _SIDE), triton.cdiv(n, _SIDE))
     count = tiles[0] * (tiles[0] + 1) // 2 if symmetric else tiles[0] * tiles[1]
     strides = [
         number for t in (left, right, out if add is None else add, out) for number in t.stride()
     ]
     _multiply[(count * batch,)](
         *(left, right, add, out, alpha, beta, gamma or None, diagonal, m, n, k, *strides),
-        *(symmetric, even, side, _DEPTH),
-        num_warps=8 if side == _SIDE else 4,
+        *(symmetric, even, _SIDE, _DEPTH),
+        num_warps=8,
         num_stages=3,
+        enable_fp_fusion=True,  # the terms may be added with one rounding
     )

@@ -95,6 +95,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         tp_mode: How sharded matrices are computed: "duplicated" (on every rank), "distributed"
             (in shards), "exchange" (on one owner each), "auto" (the cheapest of these), or
             "blockwise" (each shard as a matrix, which changes the update).
+        use_syrk: Has no effect: symmetric products are computed as such anyway, where a GPU can.
         weight_decay_method: "decoupled", "l2" or "independent"; overrides
             ``use_decoupled_weight_decay``.
         cautious_weight_decay: Decay weights only where their update does not have the opposite
@@ -143,6 +144,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         extra_scale_factor: float = 1.0,
         pg_collection: Any = None,
         tp_mode: TpModeT = "duplicated",
+        use_syrk: bool = False,
         *,
         weight_decay_method: WeightDecayT | None = None,
         cautious_weight_decay: bool = False,

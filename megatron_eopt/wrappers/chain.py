@@ -19,7 +19,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor, distributed
 
-from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import any_rank, raise_together
 from megatron_eopt.base.errors import (
     ConfigurationError,
@@ -34,6 +33,7 @@ from megatron_eopt.checkpoint import local_state, optimizer_state
 from megatron_eopt.checkpoint.buckets import BY_BUCKET
 from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
 from megatron_eopt.config.settings import RunSettings, Settings
+from megatron_eopt.math import passes
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import Policy
 from megatron_eopt.optimizers.saved_groups import check_state_dict
@@ -95,7 +95,7 @@ class OptimizerChain(ChainedOptimizer):
         self.is_sharded = any(item.in_buffers for item in storages)
         self.number, self.superseded = -1, False  # see megatron_eopt.wrappers.factory
         # whether the host reads norms one step later; see Note [No waits]
-        self.reads_norms_late = gpu.runs_kernels(torch.empty(0, device="cuda"))
+        self.reads_norms_late = passes.KERNELS.runs(torch.empty(0, device="cuda"))
         self._overlap: Overlap | None = None
         if settings.config.muon_overlap_dp_comm:
             self._overlap = Overlap(self.links, self._named_chunks, self._expects_no_clipping)

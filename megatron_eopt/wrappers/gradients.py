@@ -16,11 +16,11 @@ import torch
 from megatron.core.utils import get_data_parallel_group_if_dtensor, to_local_if_dtensor
 from torch import Tensor, distributed
 
-from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.base.gpu import HostCopy
 from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.config.settings import LossScale
+from megatron_eopt.math import passes
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.storage.interface import named_gradients
 from megatron_eopt.storage.local_tensors import local_of
@@ -225,7 +225,7 @@ def clipped(
 
 def _counts(factor: Tensor) -> bool:
     """Return whether to multiply by a factor; a factor on the CPU is skipped if it is 1."""
-    return gpu.runs_kernels(factor) or float(factor) != 1.0
+    return passes.KERNELS.runs(factor) or float(factor) != 1.0
 
 
 def _scaled(link: ChainLink) -> Iterator[Tensor]:

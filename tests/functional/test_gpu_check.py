@@ -17,7 +17,8 @@ from benchmarks.gpu_check.ranks import CONNECTIONS, ranks_on
 from benchmarks.gpu_check.section import outcome_of
 from benchmarks.gpu_check.sections import newton_schulz, step
 from benchmarks.machine import ROOT
-from megatron_eopt.base import gpu
+from megatron_eopt.base import kernels
+from megatron_eopt.math import passes
 from tests.harness import run_ranks
 from tests.harness.bare import bare_python
 from tests.harness.tiers import mostly_long
@@ -109,9 +110,15 @@ def test_a_step_s_time_is_split_by_kind():
 
 
 def test_kernels_that_cannot_be_built_are_not_compared_with_themselves(context, monkeypatch):
-    monkeypatch.setattr(gpu, "compiles", lambda: False)
+    def fault(family, device):
+        return "no C compiler" if family is passes.KERNELS else None
+
+    monkeypatch.setattr(kernels.Family, "fault", fault)
     found = outcome_of("kernels", replace(context, device="cuda"))
-    assert found.problems == ["Triton cannot build kernels on this machine; the log says why"]
+    assert found.problems == [f"{passes.KERNELS.name}: no C compiler"]
+    monkeypatch.setenv(kernels.SWITCH, "0")
+    found = outcome_of("kernels", replace(context, device="cuda"))
+    assert found.problems == ["MEGATRON_EOPT_KERNELS=0 turns all kernels off"]
 
 
 @pytest.mark.long

@@ -1,10 +1,12 @@
 """Triton's kernels on a CPU: its interpreter runs them, where no GPU does."""
 
 import importlib
+import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,7 +15,9 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from megatron_eopt.base import gpu
+from megatron_eopt.base import kernels
+from megatron_eopt.layouts import redistribution
+from megatron_eopt.math import norms, passes, products
 
 NAMES = (
     "megatron_eopt.math.triton_passes",
@@ -23,14 +27,38 @@ NAMES = (
 )
 
 
+OWN = (passes.KERNELS, norms.KERNELS, products.KERNELS, redistribution.KERNELS)
+"""The families of this package's own kernels; others are of packages for GPUs."""
+
+
+def serve_all(family: kernels.Family, tensor: torch.Tensor) -> bool:
+    """Let own kernels serve all tensors."""
+    return family in OWN
+
+
 @contextmanager
-def interpreted_kernels() -> Iterator[None]:
-    """Let kernels serve all tensors in the block, by the interpreter."""
+def interpreted_kernels(
+    runs: Callable[..., bool] = serve_all, changed: Mapping[str, Path] | None = None
+) -> Iterator[None]:
+    """Let kernels serve tensors in the block by Triton's interpreter.
+
+    Args:
+        runs: Says for a family of kernels and a tensor whether they do; for all by default.
+        changed: Files with other texts of modules, by their names.
+    """
     # only what is imported now is interpreted, and forgotten afterwards
     for name in NAMES:
         sys.modules.pop(name, None)
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        list(map(importlib.import_module, NAMES))
+        for name in NAMES:
+            if file := (changed or {}).get(name):
+                spec = importlib.util.spec_from_file_location(name, file)
+                assert spec is not None
+                assert spec.loader is not None
+                sys.modules[name] = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(sys.modules[name])
+            else:
+                importlib.import_module(name)
     interpreter = importlib.import_module("triton.runtime.interpreter")
     convert = interpreter._convert_float
 
@@ -54,14 +82,60 @@ def interpreted_kernels() -> Iterator[None]:
         return dot(builder, *sides, *args)
 
     multiplied = mock.patch.object(interpreter.InterpreterBuilder, "create_dot", widened)
-    served = mock.patch.object(gpu, "runs_kernels", return_value=True)
+    served = mock.patch.object(kernels.Family, "runs", runs)
+
+    patch, run = interpreter._patch_lang, interpreter.InterpretedFunction.__call__
+
+    def run_and_restore(function: Any, *args: Any, **kwargs: Any) -> Any:
+        # which the interpreter forgets after a function that a kernel calls, so that nothing could
+        # be compiled in this process any more
+        scopes: list[Any] = []
+
+        def noted(fn: Any) -> Any:
+            scopes.append(patch(fn))
+            return scopes[-1]
+
+        with mock.patch.object(interpreter, "_patch_lang", noted):
+            try:
+                return run(function, *args, **kwargs)
+            finally:
+                for scope in reversed(scopes):
+                    scope.restore()
 
     def call(function: Any, *args: Any) -> Any:
         # what kernels call of Triton's own has been imported already
         return interpreter.InterpretedFunction(function.fn)(*args)
 
+    restored = mock.patch.object(interpreter.InterpretedFunction, "__call__", run_and_restore)
     called = mock.patch.object(JITFunction, "__call__", call)
-    with mock.patch.object(interpreter, "_convert_float", to_nearest), served, called, multiplied:
+    with (
+        mock.patch.object(interpreter, "_convert_float", to_nearest),
+        served,
+        called,
+        multiplied,
+        restored,
+    ):
+        try:
+            yield
+        finally:
+            for name in NAMES:
+                del sys.modules[name]
+
+
+@contextmanager
+def checked_kernels(changed: Mapping[str, Path] | None = None) -> Iterator[None]:
+    """Let their self-check decide which kernels the interpreter runs in the block."""
+    runs = kernels.Family.runs
+    capable = mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))
+    everywhere = mock.patch.object(kernels, "_is_on_gpu", return_value=True)
+    with (
+        everywhere,
+        capable,
+        interpreted_kernels(runs, changed),
+        mock.patch.object(kernels, "_wanted", True),
+    ):
+        for family in kernels.FAMILIES.values():
+            family.forget()
         yield
-    for name in NAMES:
-        del sys.modules[name]
+    for family in kernels.FAMILIES.values():
+        family.forget()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.gpu_check.context import Context, Outcome
 from benchmarks.gpu_check.sections.newton_schulz import milliseconds_of
-from megatron_eopt.base import gpu
+from megatron_eopt.base.kernels import FAMILIES, SWITCH, Family, is_on
 from megatron_eopt.layouts.exchange import Copy
 from megatron_eopt.layouts.redistribution import run_copies
 from megatron_eopt.math.newton_schulz import normalize, symmetric
@@ -53,9 +53,9 @@ def run(context: Context) -> Outcome:
     outcome = context.outcome
     rows: list[dict[str, Any]] = []
     outcome.figures = {"rows": rows}
-    if context.device == "cuda" and not gpu.compiles():
+    if context.device == "cuda" and (faults := failed(torch.device("cuda", 0))):
         # torch's functions would be compared with themselves, here and in all other sections
-        outcome.problems.append("Triton cannot build kernels on this machine; the log says why")
+        outcome.problems += faults
         return outcome
     for case in cases(context):
         with outcome.noting(case.name):
@@ -65,6 +65,14 @@ def run(context: Context) -> Outcome:
     shown = (f"{name} {rate:.4g}" for name, rate in rates.items() if rate and "many" in name)
     outcome.headline = f"GB/s or TFLOP/s: {', '.join(shown)}"
     return outcome
+
+
+def failed(device: torch.device) -> list[str]:
+    """Return which kernels are not used, and why; that a package is absent is no reason."""
+    if not is_on():
+        return [f"{SWITCH}=0 turns all kernels off"]
+    faults = {name: family.fault(device) for name, family in FAMILIES.items()}
+    return [f"{name}: {fault}" for name, fault in faults.items() if fault]
 
 
 def cases(context: Context) -> Iterator[Case]:
@@ -151,7 +159,7 @@ def _row(case: Case, device: str, problems: list[str]) -> dict[str, Any]:
         found = [[tensor.clone() for tensor in some] for some in start]
         with _own_stream(device):
             case.work(found, coefficient)
-        with patch.object(gpu, "runs_kernels", return_value=False):
+        with patch.object(Family, "runs", return_value=False):
             case.work(start, coefficient)
         worst = max(
             _deviation(a, b)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megatron_eopt import cpu
-from megatron_eopt.base import gpu
+from megatron_eopt.base import kernels
 from megatron_eopt.base.agreement import GroupRank, answered_by, group_rank_in
 from megatron_eopt.base.errors import ConfigurationError, check_integer
 from megatron_eopt.cpu.patches import Patch, patched
@@ -53,9 +53,9 @@ _RECEIVING = {"alltoall_base_", "_allgather_base_", "allgather_"}
 
 _OF_DTYPE = {dtype: torch.empty(0, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
 _widens = newton_schulz.is_widened
-# ``runs_kernels`` takes fake tensors for a GPU's; patched, it treats them like a CPU's
+# ``runs`` takes fake tensors for a GPU's; patched, it treats them like a CPU's
 _LIKE_CPUS = [
-    Patch(gpu, "runs_kernels", lambda _: False),
+    Patch(kernels.Family, "runs", lambda *_: False),
     Patch(
         newton_schulz, "is_widened", lambda x: x.dtype in _OF_DTYPE and _widens(_OF_DTYPE[x.dtype])
     ),

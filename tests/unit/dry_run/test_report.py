@@ -10,11 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from megatron_eopt.base import gpu
+from megatron_eopt.base.kernels import Family
 from megatron_eopt.math import newton_schulz
 from megatron_eopt.optimizers import scalar
 from megatron_eopt.tools.dry_run import Report, dry_world, report_of
 from tests.harness import run_ranks
+from tests.harness.kernels import serve_all
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt
 from tests.unit.dry_run.optimizers import BF16, FSDP2, dry_optimizer, in_fsdp2
@@ -70,7 +71,7 @@ def as_on_gpus() -> Iterator[None]:
     with (
         patch.object(newton_schulz, "is_widened", lambda matrix: False),
         patch.object(scalar, "detect_fake_mode", lambda: True),
-        patch.object(gpu, "runs_kernels", lambda tensor: True),
+        patch.object(Family, "runs", serve_all),
         patch.dict(sys.modules, {f"megatron_eopt.{name}": NoKernels() for name in kernels}),
     ):
         yield

@@ -1,16 +1,16 @@
 """The kernel that copies blocks does what torch does; Triton's interpreter runs it on a CPU."""
 
-import importlib
 import sys
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron_eopt.base import gpu
+from megatron_eopt.base import kernels
 from megatron_eopt.layouts import redistribution
 from megatron_eopt.layouts.exchange import Copy
 from megatron_eopt.layouts.redistribution import run_copies
+from tests.harness.kernels import interpreted_kernels
 
 KERNELS = "megatron_eopt.layouts.block_copies"
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -28,15 +28,12 @@ EVEN = [
 
 
 @pytest.fixture
-def interpreted(monkeypatch):
-    """Let kernels serve all tensors, by the interpreter, and say how often they were launched."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    # only what is imported now is interpreted, and forgotten afterwards
-    monkeypatch.delitem(sys.modules, KERNELS, raising=False)
-    kernels = importlib.import_module(KERNELS)
-    with mock.patch.object(kernels, "launch", side_effect=kernels.launch) as launch:
-        yield launch
-    del sys.modules[KERNELS]
+def interpreted():
+    """Let the interpreter run kernels, where tests say so, and say how often they were launched."""
+    with interpreted_kernels(lambda *_: False):
+        module = sys.modules[KERNELS]
+        with mock.patch.object(module, "launch", side_effect=module.launch) as launch:
+            yield launch
 
 
 def copied(copies, read, write):
@@ -62,7 +59,7 @@ def copied(copies, read, write):
 def test_all_blocks_of_a_call_are_copied_by_one_kernel(interpreted, copies, read, write, launches):
     expected = copied(copies, read, write)
     assert not interpreted.called
-    with mock.patch.object(gpu, "runs_kernels", return_value=True):
+    with mock.patch.object(kernels.Family, "runs", return_value=True):
         found = copied(copies, read, write)
     assert all(map(torch.equal, found, expected))
     dtypes = {(read[copy.source], write[copy.sink]) for copy in copies}
@@ -71,7 +68,7 @@ def test_all_blocks_of_a_call_are_copied_by_one_kernel(interpreted, copies, read
 
 def test_what_32_bits_cannot_count_is_copied_by_torch(interpreted, monkeypatch):
     monkeypatch.setattr(redistribution, "_MOST", 2048)
-    with mock.patch.object(gpu, "runs_kernels", return_value=True):
+    with mock.patch.object(kernels.Family, "runs", return_value=True):
         copied(ODD, (F32, F32), (F32, F32))
     sizes = [out.numel() for call in interpreted.call_args_list for out in call.args[0]]
     assert sorted(sizes) == [1, 77, 135]

@@ -1,5 +1,6 @@
 import importlib.util
 import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -98,13 +99,15 @@ def test_auto_takes_what_serves_the_machine_and_says_so_once(
     """Neither GPUs nor packages for them are where this runs."""
     monkeypatch.setattr(backends, "find_spec", lambda name: name in installed or None)
     monkeypatch.setattr(gpu, "is_there", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    backends.automatic.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    # what it asks of a GPU that is not here
+    monkeypatch.setattr(backends.GRAM_NEWTON_SCHULZ, "runs", lambda tensor: True)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **_: empty(*size))
+    backends._tell.cache_clear()
     caplog.set_level(logging.INFO, "megatron_eopt")
-    try:
-        assert [backends.automatic() for _ in range(2)] == [taken] * 2
-    finally:
-        backends.automatic.cache_clear()
+    assert [backends.automatic() for _ in range(2)] == [taken] * 2
+    backends._tell.cache_clear()
     (line,) = caplog.messages
     assert f"uses {taken}" in line
     assert why in line
@@ -139,6 +142,48 @@ def test_auto_leaves_to_our_own_iteration_what_the_package_is_not_for(monkeypatc
     assert is_own(x, coefficients="cans")
 
 
+def test_gram_newton_schulz_changes_nothing_of_its_callers_and_captures_no_graphs(monkeypatch):
+    made = []
+
+    class Solver:
+        def __init__(self, **options):
+            made.append(options)
+
+        def __call__(self, x):
+            # as release 0.1.5 does to float32
+            return x.float().div_(x.norm()).half().to(x.dtype)
+
+    monkeypatch.setattr(backends, "_LOADED", {})
+    monkeypatch.setattr(backends, "find_spec", lambda name: name)
+    monkeypatch.setattr(backends.gpu, "is_there", lambda: True)
+    monkeypatch.setitem(sys.modules, "gram_newton_schulz", SimpleNamespace(GramNewtonSchulz=Solver))
+    x = gaussian(256, 260)
+    kept = x.clone()
+    orthogonalize(x, backend="gram_newton_schulz", precision="medium")
+    assert torch.equal(x, kept)
+    (options,) = made
+    # its default is a mode with CUDA graphs
+    assert "mode" not in options["compile_kwargs"]
+
+
+def test_a_failing_package_says_how_to_do_without(monkeypatch):
+    def broken(**options):
+        raise ValueError("no cubin")
+
+    monkeypatch.setattr(backends, "_LOADED", {})
+    monkeypatch.setattr(backends, "find_spec", lambda name: name)
+    monkeypatch.setattr(backends.gpu, "is_there", lambda: True)
+    package = SimpleNamespace(GramNewtonSchulz=broken)
+    monkeypatch.setitem(sys.modules, "gram_newton_schulz", package)
+    how = {"backend": "gram_newton_schulz", "precision": "medium"}
+    with pytest.raises(RuntimeError, match=r"no cubin.*MEGATRON_EOPT_KERNELS=0"):
+        orthogonalize(gaussian(256, 260), **how)
+    # which works for a package that was chosen by name, too
+    monkeypatch.setenv("MEGATRON_EOPT_KERNELS", "0")
+    x = gaussian(256, 260)
+    assert torch.equal(orthogonalize(x, **how), orthogonalize(x, precision="medium"))
+
+
 def test_ranks_whose_hosts_have_other_packages_are_told_so():
     def others(value, group):
         return [value, {**value, "muon_backend": "gram_newton_schulz"}]
@@ -149,3 +194,18 @@ def test_ranks_whose_hosts_have_other_packages_are_told_so():
         pytest.raises(ConfigurationError, match=r"'gram_newton_schulz'.*'torch'.*same packages"),
     ):
         check_alike(config)
+
+
+@pytest.mark.parametrize("package", backends.PACKAGES)
+def test_ranks_with_gpus_have_the_same_packages(monkeypatch, package):
+    def others(value, group):
+        return [value, {**value, package: True} if package in value else value]
+
+    monkeypatch.setattr("megatron_eopt.config.checks.gpu.is_there", lambda: True)
+    monkeypatch.setattr("megatron_eopt.config.checks.kernels.agree", lambda wanted: None)
+    monkeypatch.setattr("megatron_eopt.config.checks.automatic", lambda: "torch")
+    with (
+        answered_by(SimpleNamespace(gather_objects=others)),
+        pytest.raises(ConfigurationError, match=rf"{package}=False.*same packages"),
+    ):
+        check_alike(EmergingOptimizerConfig())

@@ -1,15 +1,16 @@
 """Products that finish themselves and compute half of symmetric results, against torch."""
 
+import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron_eopt.base import gpu
 from megatron_eopt.math import products
 from megatron_eopt.math.newton_schulz import multiply_add, symmetric
-from megatron_eopt.math.orthogonalize import orthogonalize
-from tests.harness.kernels import interpreted_kernels
+from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
+from tests.harness.kernels import checked_kernels, interpreted_kernels
 from tests.unit.math.spectra import NAMED, few_rows, one_column, relative_error
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -26,7 +27,8 @@ def integers(seed, *shape, dtype=F16):
 
 
 def by_kernel(function, *args, **kwargs):
-    with interpreted_kernels():
+    # sizes that are left to torch, too
+    with interpreted_kernels(), mock.patch.object(products, "_WIDE", 1):
         return function(*args, **kwargs)
 
 
@@ -97,7 +99,7 @@ def test_iterations_by_half_products_are_as_accurate_as_by_whole_ones(name, shap
     assert halves <= (1.1 if shape[0] != shape[1] else 0.2) * whole
 
 
-def rounded_once(module, function, out, left, right, add, result, numbers, is_symmetric):
+def rounded_once(out, module, function, left, right, add, result, numbers, is_symmetric):
     """Do what the kernel does, in float32 by torch, which takes less time than the interpreter."""
     alpha, beta, gamma, diagonal = numbers
     total = alpha * (left.float() @ right.float())
@@ -115,7 +117,7 @@ def test_grams_form_is_as_accurate_by_half_products_on_every_spectrum(monkeypatc
         results = [orthogonalize(x, **how) for x in matrices]
         return sum(map(relative_error, results, references))
 
-    monkeypatch.setattr(gpu, "call", rounded_once)
+    monkeypatch.setattr(products.KERNELS, "call", rounded_once)
     for spectrum, make in SPECTRA.items():
         given = [make(256, 256, seed) for seed in (0, 1, 2)]
         exact_ones = [orthogonalize(x.double(), coefficients=name, steps=steps) for x in given]
@@ -128,28 +130,98 @@ def test_grams_form_is_as_accurate_by_half_products_on_every_spectrum(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("capability", "size", "taken"), [(9, 64, True), (8, 64, False), (9, 60, False)]
+    ("shape", "served"),
+    [((64, 128), True), ((576, 2880), True), ((257, 1024), False), ((1024, 1001), False)],
 )
-def test_quack_computes_what_it_supports(monkeypatch, capability, size, taken):
+def test_sizes_that_would_be_loaded_number_by_number_are_left_to_torch(shape, served):
+    with interpreted_kernels():
+        x = torch.zeros(2, *shape, dtype=F16)
+        assert products.serves(x) == products.serves(x.mT) == served
+        # once it is 16 bits, it has memory of its own
+        assert (
+            products.serves(x.float(), F16) == products.serves(x[..., ::2].float(), F16) == served
+        )
+        assert not products.serves(x.float())
+        assert not products.serves(x[..., :-8])
+        # an address or a stride that 16 bytes do not divide
+        rows, columns = shape
+        memory = torch.zeros(rows * columns + 8, dtype=F16)
+        assert products.serves(memory[8:].view(shape)) == served
+        assert not products.serves(memory[1:-7].view(shape))
+        assert not products.serves(torch.zeros(rows, columns + 8, dtype=F16)[:, :columns])
+
+
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_a_matrix_at_any_address_is_replaced_by_the_same_factor(offset):
+    memory = torch.zeros(64 * 128 + 8, dtype=BF16)
+    place = memory[offset:][: 64 * 128].view(64, 128)
+    with interpreted_kernels():
+        compute = Orthogonalization(precision="medium")
+        expected = compute(x := torch.randn(64, 128).bfloat16())
+        operands = []
+        launch = products.multiply_by_triton
+
+        def noted(*args):
+            operands.extend(t for t in args if isinstance(t, torch.Tensor))
+            launch(*args)
+
+        with mock.patch.object(products, "multiply_by_triton", noted):
+            compute(place.copy_(x), in_place=True)
+    assert torch.equal(place, expected)
+    assert operands
+    assert not any(operand.data_ptr() % 16 for operand in operands)
+
+
+def quack_of(result):
+    """Return a stand-in for quack's module whose kernel writes what ``result`` makes of it."""
     calls = []
 
     def gemm_symmetric_out(left, right, out, add, *, alpha, beta):
-        calls.append((alpha, beta))
-        out.copy_(exact(left, right, add, alpha, beta, 0.0))
+        calls.append(left.shape[-2])
+        nothing = torch.zeros_like(out)
+        out.copy_(result(exact(left, right, nothing if add is None else add, alpha, beta, 0.0)))
 
-    quack = SimpleNamespace(gemm_symmetric_out=gemm_symmetric_out)
-    real = products.import_module
-    monkeypatch.setattr(
-        products, "import_module", lambda name: quack if name.startswith("quack") else real(name)
-    )
+    return SimpleNamespace(gemm_symmetric_out=gemm_symmetric_out), calls
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "result", "taken"),
+    [
+        ((9, 0), None, torch.clone, True),
+        ((10, 0), None, torch.clone, True),
+        ((8, 0), None, torch.clone, False),
+        ((12, 0), None, torch.clone, False),
+        # an MI300
+        ((9, 4), "6.4", torch.clone, False),
+        # it only computes half
+        ((9, 0), None, torch.tril, False),
+    ],
+)
+def test_quack_computes_what_it_supports(monkeypatch, caplog, capability, hip, result, taken):
+    quack, calls = quack_of(result)
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", quack)
     monkeypatch.setattr(products, "find_spec", lambda name: quack)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    monkeypatch.setattr(products, "_is_on_gpu", lambda tensor: True)
-    products._has_quack.cache_clear()
-    left = integers(1, size, 128)
-    add = integers(2, size, size)
+    monkeypatch.setattr(torch.version, "hip", hip)
+
+    def multiplied(left, add):
+        calls.clear()
+        numbers = {"beta": 2.0, "alpha": 0.5, "diagonal": 4.0}
+        with mock.patch.object(products, "_WIDE", 1):
+            found = symmetric(left, left.mT, add, **numbers)
+        assert torch.equal(found, exact(left, left.mT, add, 0.5, 2.0, 4.0))
+        return bool(calls)
+
+    left, add = integers(1, 64, 128), integers(2, 64, 64)
     add = add + add.mT
-    found = by_kernel(symmetric, left, left.mT, add, beta=2.0, alpha=0.5, diagonal=4.0)
-    products._has_quack.cache_clear()
-    assert torch.equal(found, exact(left, left.mT, add, 0.5, 2.0, 4.0))
-    assert calls == ([(0.5, 2.0)] if taken else [])
+    memory = torch.zeros(64 * 64 + 8, dtype=F16)
+    with checked_kernels():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        assert products.QUACK.runs(left) == taken
+        assert multiplied(left, add) == taken
+        # strides that 8 divides, and an address that 16 divides
+        assert multiplied(left[:56], add[:56, :56]) == taken
+        assert not multiplied(left[:60, :], add[:60, :60].contiguous())
+        assert not multiplied(left[:, :-1].contiguous(), add)
+        assert not multiplied(left, memory[1:-7].view(64, 64).copy_(add))
+    failed = ["symmetric products in quack" in line for line in caplog.messages]
+    assert failed == [True] * (result is torch.tril)

@@ -99,7 +99,14 @@ CLASSES: dict[type, dict[str, Any]] = {
     TensorParallelAdaptiveMuon: OF_ADAPTIVE_MUON,
 }
 FREE = {"nesterov", "use_decoupled_weight_decay", "split_qkv", "is_qkv_fn", "qkv_split_shapes"}
-FREE |= {"pg_collection", "splits", "batched", "bias_correction", "cautious_weight_decay"}
+FREE |= {
+    "pg_collection",
+    "splits",
+    "batched",
+    "bias_correction",
+    "cautious_weight_decay",
+    "use_syrk",
+}
 
 
 @pytest.mark.parametrize("cls", CLASSES)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_eopt.base import gpu
+from megatron_eopt.base import kernels
 from megatron_eopt.math import passes
 from megatron_eopt.storage.interface import Storage
 from tests.harness import run_ranks
@@ -39,7 +39,7 @@ FOLDED, BEFORE, KERNELS, SKIPPED, NONE = range(5)
 @contextmanager
 def interpreted_passes() -> Iterator[None]:
     served = patch.object(passes, "_is_served", return_value=True)
-    others = patch.object(gpu, "runs_kernels", return_value=False)
+    others = patch.object(kernels.Family, "runs", return_value=False)
     with interpreted_kernels(), served, others:
         yield
 

@@ -91,6 +91,8 @@ def test_bad_values_name_the_argument_and_the_value(fields):
         ("adam", {"muon_min_lr": 0.01}),
         ("soap", {"soap_precondition_frequency": 7}),
         ("muon", {"muon_unknown": 1}),
+        ("muon", {"muon_use_syrk": True}),
+        ("soap", {"muon_use_syrk": True}),
         ("soap", {"muon_scalar_optimizer": "lion"}),
         ("adam", {"muon_momentum_dtype": "int8"}),
         ("scion", {"muon_skip_grad_clip": True}),

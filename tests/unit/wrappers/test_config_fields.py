@@ -124,6 +124,8 @@ CASES = named(
     *(Case(MUON, {"muon_algorithm": n}, is_rounding=True) for n in ("standard", "gram")),
     Case(MUON, {"muon_backend": "emerging_optimizers"}, is_rounding=True),
     *(Case(base, {"fused_adam": False}, is_rounding=True) for base in (ADAM, MUON)),
+    *(Case(base, {"optimizer_kernels": False}, is_rounding=True) for base in (ADAM, MUON)),
+    Case(MUON, {"muon_use_syrk": True}, is_rounding=True),
     Case(MUON, {"muon_fp32_matmul_prec": "medium"}, **ROUGH),
     *(
         Case(base, {"muon_momentum_dtype": dtype}, **ROUGH)

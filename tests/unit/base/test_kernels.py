@@ -1,0 +1,228 @@
+"""Which kernels run: by their check, by the switch, and alike on all ranks."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
+from megatron_eopt.base import gpu, kernels
+from megatron_eopt.config.checks import refuse_for_graphs
+from megatron_eopt.layouts import redistribution
+from megatron_eopt.layouts.redistribution import run_copies
+from megatron_eopt.math import norms, passes, products
+from megatron_eopt.math.orthogonalize import orthogonalize
+from tests.harness import run_ranks
+from tests.harness.kernels import checked_kernels
+from tests.harness.log import listening
+from tests.unit.math.test_kernel_checks import PRODUCTS, changed_text
+from tests.unit.storage.full_state import Case, build, steps
+from tests.unit.storage.runs import weights
+
+FAMILIES = {
+    "megatron_eopt.math.triton_passes": passes.KERNELS,
+    "megatron_eopt.math.triton_products": products.KERNELS,
+    "megatron_eopt.math.triton_normalize": norms.KERNELS,
+    "megatron_eopt.layouts.block_copies": redistribution.KERNELS,
+}
+X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+
+
+def orthogonal() -> torch.Tensor:
+    return orthogonalize(X, precision="medium")
+
+
+def no_resources(*_: Any, **__: Any) -> None:
+    raise OutOfResources(300_000, 232_448, "shared memory")
+
+
+@pytest.mark.parametrize("module", FAMILIES)
+def test_a_launch_that_raises_leaves_its_family_to_torch_after_one_warning(module, caplog):
+    launchers = ("launch", "launch_sums", "launch_division")
+    with checked_kernels():
+        launched = sys.modules[module]
+        for name in launchers:
+            if hasattr(launched, name):
+                setattr(launched, name, no_resources)
+        for _ in range(3):
+            runs = {name: family.runs(X) for name, family in FAMILIES.items()}
+        found = orthogonal()
+    assert runs == {name: name != module for name in FAMILIES}
+    (warning,) = caplog.messages
+    assert FAMILIES[module].name in warning
+    assert "out of resource: shared memory" in warning
+    assert f"{kernels.SWITCH}=0" in warning
+    # 16 bits, by kernels or not
+    assert (found - orthogonal()).norm() < 2e-2 * found.norm()
+
+
+def test_a_kernel_that_fails_in_a_step_says_how_to_do_without():
+    with checked_kernels():
+        assert products.KERNELS.runs(X)
+        sys.modules["megatron_eopt.math.triton_products"].launch = no_resources  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match=r"symmetric products.*shared memory") as failed:
+            orthogonal()
+    assert "MEGATRON_EOPT_KERNELS=0" in str(failed.value)
+    assert "optimizer_kernels=False" in str(failed.value)
+    assert isinstance(failed.value.__cause__, OutOfResources)
+
+
+def test_a_lack_of_memory_stays_what_it_is():
+    def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    some = mock.patch.dict(sys.modules, some=SimpleNamespace(launch=no_memory))
+    with some, pytest.raises(torch.OutOfMemoryError):
+        products.KERNELS.call(X, "some", "launch")
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+    order = []
+    guard = mock.MagicMock()
+    guard.__enter__.side_effect = lambda: order.append("guard")
+    guard.__exit__.side_effect = lambda *_: order.append("left")
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: guard)
+    some = SimpleNamespace(launch=lambda *args: order.append(args))
+    monkeypatch.setitem(sys.modules, "some_kernels", some)
+    products.KERNELS.call(torch.ones(1), "some_kernels", "launch", 1, 2)
+    assert order == ["guard", (1, 2), "left"]
+
+
+@pytest.mark.parametrize("way", ["environment", "field"])
+def test_one_switch_turns_all_kernels_off_and_checks_none(monkeypatch, way):
+    by_torch = orthogonal()
+    with checked_kernels():
+        if way == "environment":
+            monkeypatch.setenv(kernels.SWITCH, "0")
+        kernels.agree(wanted=way == "environment")
+        with mock.patch.object(kernels.Family, "fault", side_effect=AssertionError):
+            assert not any(family.runs(X) for family in kernels.FAMILIES.values())
+            assert torch.equal(orthogonal(), by_torch)
+        # the optimizer that is built next may use them again
+        monkeypatch.delenv(kernels.SWITCH, raising=False)
+        kernels.agree(wanted=True)
+        assert all(family.runs(X) for family in FAMILIES.values())
+
+
+def test_graphs_need_kernels(monkeypatch):
+    config = EmergingOptimizerConfig(optimizer_cuda_graph=True)
+    monkeypatch.setattr(gpu, "is_there", lambda: True)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **_: empty(*size))
+    with checked_kernels():
+        refuse_for_graphs(config)
+        monkeypatch.setenv(kernels.SWITCH, "0")
+        with pytest.raises(ConfigurationError, match="optimizer_cuda_graph=True: needs GPU kern"):
+            refuse_for_graphs(config)
+
+
+def test_a_gpu_without_matrix_units_multiplies_by_torch_and_nobody_is_warned(monkeypatch, caplog):
+    with checked_kernels():
+        for capability, served in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
+            products.KERNELS.forget()
+            assert products.serves(X.half()) == served
+            assert passes.KERNELS.runs(X)
+    assert caplog.text == ""
+
+
+MODEL = {"layers": 1, "hidden": 32, "heads": 2, "query_groups": 2}
+CASE = Case(
+    "muon",
+    MODEL,
+    ddp={"use_distributed_optimizer": True},
+    config={"use_distributed_optimizer": True, "matrix_buffer_mb": 1 / 128},
+)
+
+
+def trained(changed_on: int | None, changed: dict[str, Path]) -> tuple[Any, ...]:
+    """Return which families run, what is logged, and weights after two steps, of which one rank's
+    kernels have a fault."""
+    rank = torch.distributed.get_rank()
+    there = mock.patch.object(gpu, "is_there", return_value=True)
+    with checked_kernels(changed if rank == changed_on else None):
+        with there, listening() as lines:
+            chunk, optimizer = build(CASE)
+        # steps have no streams on a CPU
+        steps(CASE, chunk, optimizer, 0, 2)
+        runs = {name: family.runs(X) for name, family in FAMILIES.items()}
+    found = {name: value.clone() for name, (_, value) in weights(CASE.run, chunk).items()}
+    return runs, [line for line in lines if "GPU kernels" in line], found
+
+
+@pytest.mark.parametrize("changed_on", [None, 0, 1])
+def test_a_kernel_that_fails_on_one_rank_is_used_by_none(changed_on, tmp_path):
+    changed = changed_text("math.triton_products", PRODUCTS["alpha left out"], tmp_path)
+    ranks = run_ranks(2, trained, changed_on, changed)
+    # one warning for all ranks, which names the kernel, the rank and the switch
+    lines = [line for _, lines, _ in ranks for line in lines]
+    assert len(lines) == (changed_on is not None)
+    for line in lines:
+        assert products.KERNELS.name in line
+        assert f"rank {changed_on}: X X^T" in line
+        assert kernels.SWITCH in line
+    for runs, _, _ in ranks:
+        failed = {name for name, is_run in runs.items() if not is_run}
+        assert failed == (set() if changed_on is None else {"megatron_eopt.math.triton_products"})
+    (_, _, first), (_, _, second) = ranks
+    for name, weight in first.items():
+        assert torch.isfinite(weight).all()
+        assert torch.equal(weight, second[name])
+
+
+class Stream:
+    """Notes which events it waits for."""
+
+    def __init__(self) -> None:
+        self.waited: list[Any] = []
+
+    def record_event(self) -> "Stream":
+        return self
+
+    def wait_event(self, event: Any) -> None:
+        self.waited.append(event)
+
+
+def test_a_table_that_another_stream_uploaded_is_waited_for(monkeypatch):
+    main, side = Stream(), Stream()
+    now = SimpleNamespace(stream=main, is_capturing=False)
+    used: list[Any] = []
+    tensor = SimpleNamespace(is_cuda=True, nbytes=8, device="cuda", record_stream=used.append)
+    monkeypatch.setattr(gpu, "uploaded", lambda values, device: tensor)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now.stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.is_capturing)
+    monkeypatch.setattr(gpu, "staging", gpu.Staging())
+    table = gpu.Table(None, torch.device("cuda"))
+    assert table.on_this_stream() is tensor
+    assert (main.waited, used) == ([], [])
+    now.stream = side
+    assert table.on_this_stream() is tensor
+    # its memory is not used anew before that, either
+    assert (side.waited, used) == ([main], [side])
+    # before a capture the device was idle, and an event from outside would end the capture
+    now.is_capturing = True
+    assert table.on_this_stream() is tensor
+    assert (side.waited, used) == ([main], [side])
+
+
+def test_tables_are_used_where_they_are_launched():
+    """Both are kept from step to step, and a step has several streams."""
+    for family, run in (
+        (passes.KERNELS, lambda x: passes.update_([x], [None], [x.clone()], None, 0.1, 0.0)),
+        (redistribution.KERNELS, lambda x: run_copies(_copies(), [x], [torch.empty_like(x)])),
+    ):
+        with checked_kernels():
+            assert family.runs(X)
+            with mock.patch.object(gpu.Table, "on_this_stream", autospec=True) as used:
+                used.side_effect = RuntimeError("used")
+                with pytest.raises(RuntimeError, match="used"):
+                    run(torch.ones(64))
+
+
+def _copies() -> list[Any]:
+    return [redistribution.Copy(0, 0, (64,), (1, 0), (1, 0))]

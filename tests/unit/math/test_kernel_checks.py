@@ -1,0 +1,227 @@
+"""The self-check of GPU kernels: each fault put into one of them is found, and nothing else is.
+
+Triton's interpreter runs the kernels. A fault is another text in a kernel, a table or a launch.
+"""
+
+import ast
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megatron_eopt.base import kernels
+from megatron_eopt.layouts import redistribution
+from megatron_eopt.math import norms, passes, products
+from tests.harness.kernels import checked_kernels
+
+ROOT = Path(kernels.__file__).parents[1]
+
+
+class Fault(NamedTuple):
+    """A text of a module and what it becomes."""
+
+    right: str
+    wrong: str
+
+
+PASSES = {
+    "momentum mixed the other way round": Fault(
+        "_lerp(start, grad, share)", "_lerp(grad, start, share)"
+    ),
+    "Nesterov with the other number": Fault(
+        "mixed.to(tl.float32), _number(numbers, live, 1)",
+        "mixed.to(tl.float32), _number(numbers, live, 0)",
+    ),
+    "decay of momentum left out": Fault(
+        "tl.fma(weight.to(tl.float32), _number(numbers, live, 2), grad)", "grad"
+    ),
+    "momentum stored without a mask": Fault(
+        "tl.store(kept, mixed, mask=mask)", "tl.store(kept, mixed)"
+    ),
+    "gradients loaded from a block further on": Fault(
+        "tl.load(grads, mask=mask)", "tl.load(grads + BLOCK, mask=mask)"
+    ),
+    "nan writes": Fault("size = tl.where(factor == factor, size, 0)", "size = size"),
+    "gradients without their factor": Fault("grad * tl.load(coefficient)", "grad"),
+    "the first live number for all": Fault("tl.load(live + index)", "tl.load(live)"),
+    "sums of all blocks in the first": Fault(
+        "tl.store(sums + block, tl.sum(value * value))", "tl.store(sums, tl.sum(value * value))"
+    ),
+    "update added, not subtracted": Fault(
+        "weight = tl.fma(step, _number(numbers, live, 1), weight)",
+        "weight = tl.fma(step, -_number(numbers, live, 1), weight)",
+    ),
+    "weights not decayed": Fault(
+        "_decayed(weight, step, _number(numbers, live, 0)", "_decayed(weight, step, 0.0"
+    ),
+    "cautious decay of all weights": Fault("decay - cautious * decay", "decay"),
+    "decay where signs are opposed": Fault(
+        "tl.where(opposed, decay -", "tl.where(~opposed, decay -"
+    ),
+    "copies of weights left out": Fault(
+        "if dtypes[1] is not None:\n        rounded", "if False:\n        rounded"
+    ),
+    "beta 1 in the place of beta 2": Fault(
+        "tl.fma(grad * grad - second, _number(numbers, live, 4)",
+        "tl.fma(grad * grad - second, _number(numbers, live, 3)",
+    ),
+    "second moment of gradients": Fault("grad * grad - second", "grad - second"),
+    "bias of the first moment left": Fault("lr / (1 - tl.exp2(steps * log1))", "lr"),
+    "bias of the second moment left": Fault("tl.sqrt(1 - tl.exp2(steps * log2))", "lr / lr"),
+    "eps left out": Fault("root) + _number(numbers, live, 7)", "root)"),
+    "L2 decay left out": Fault("grad = tl.fma(weight, _number(numbers, live, 2), grad)", ""),
+    "moments swapped": Fault(
+        "tl.store(firsts, first.to(dtypes[1])", "tl.store(firsts, second.to(dtypes[1])"
+    ),
+    "stale addresses": Fault(
+        "table = _table(device, tuple(chain(*zip(*rows, strict=True))))",
+        "table = _table(device, tuple(chain(*zip(*rows, strict=True))))\n"
+        "        table = globals().setdefault(f'{name}{counts}{dtypes}', table)",
+    ),
+    "blocks counted over all tensors": Fault("- np.repeat(firsts, counts)", ""),
+    "the first tensor for all": Fault(
+        "np.repeat(np.arange(len(counts), dtype=np.int32), counts)",
+        "np.repeat(np.zeros(len(counts), dtype=np.int32), counts)",
+    ),
+    "another 16-bit type": Fault("torch.bfloat16: tl.bfloat16", "torch.bfloat16: tl.float16"),
+    "numbers in 16 bits": Fault("np.array(numbers, np.float32)", "np.array(numbers, np.float16)"),
+    "a launch too short": Fault("[(sum(counts),)]", "[(sum(counts) - 1,)]"),
+}
+
+PRODUCTS = {
+    "a tile mirrored without transposing": Fault(
+        "tl.trans(columns) * out_row + tl.trans(rows) * out_column",
+        "tl.trans(rows) * out_row + tl.trans(columns) * out_column",
+    ),
+    "the other half left out": Fault(
+        "tl.store(mirror, tl.trans(value), mask=None if inside is None else tl.trans(inside))",
+        "pass",
+    ),
+    "the diagonal's half left out": Fault(
+        "tl.store(mirror, tl.trans(value), mask=tl.trans(within & (rows > columns)))", "pass"
+    ),
+    "the left loaded without a mask": Fault(
+        "tl.load(lefts, mask=of_left, other=0.0)", "tl.load(lefts)"
+    ),
+    "the inner dimension not masked": Fault(
+        "(inner[:, None] < k - start) & (columns[None, :] < n)", "columns[None, :] < n"
+    ),
+    "stored without a mask": Fault("tl.store(place, value, mask=inside)", "tl.store(place, value)"),
+    "the wrong stride": Fault("rights += ahead * right_row", "rights += ahead * right_column"),
+    "every other block of the inner dimension": Fault(
+        "range(0, k, depth)", "range(0, k, 2 * depth)"
+    ),
+    "only the last block": Fault("tl.dot(one, other, total)", "tl.dot(one, other)"),
+    "alpha left out": Fault("total = total * alpha", "total = total"),
+    "beta left out": Fault("total += beta * tl.load(place", "total += tl.load(place"),
+    "gamma left out": Fault("total += gamma * tl.load(place", "total += 0.0 * tl.load(place"),
+    "the addend of another batch": Fault("place = add + batch * add_batch", "place = add"),
+    "the diagonal everywhere": Fault(
+        "tl.where(rows == columns, total + diagonal, total)", "total + diagonal"
+    ),
+    "rows of tiles in one group": Fault("group * _NEIGHBOURS + within % rows", "within % rows"),
+    "tiles of the lower triangle": Fault("row, number - row * (row + 1) // 2", "row, row"),
+    "one batch": Fault("[(count * batch,)]", "[(count,)]"),
+    "strides of another operand": Fault(
+        "(left, right, out if add is None else add, out)",
+        "(left, left, out if add is None else add, out)",
+    ),
+    "unmasked tiles for all": Fault(
+        "even = m % _SIDE == 0 and n % _SIDE == 0", "even = True or n % _SIDE == 0"
+    ),
+}
+
+NORMS = {
+    "squares loaded without a mask": Fault("mask=places < size, other=0.0)", "other=0.0)"),
+    "chunks that overlap": Fault("program % parts * chunk", "program % parts * block"),
+    "sums of the first matrix": Fault(
+        "tl.load(x + matrix * size + places, mask=places < size",
+        "tl.load(x + places, mask=places < size",
+    ),
+    "not squared": Fault("total += value * value", "total += value"),
+    "nan divided away": Fault(", propagate_nan=tl.PropagateNan.ALL", ""),
+    "no smallest norm": Fault(
+        "tl.full((), numbers[0], tl.float64)", "tl.full((), 0.0, tl.float64)"
+    ),
+    "another norm": Fault("numbers[1] / old", "1.0 / old"),
+    "the first matrix's norm": Fault("sums + matrix * parts + each", "sums + each"),
+    "divided without a mask": Fault(
+        "value.to(out.dtype.element_ty), mask=mask", "value.to(out.dtype.element_ty)"
+    ),
+    "a part left out": Fault("mask=each < parts", "mask=each < parts - 1"),
+    "the last blocks left out": Fault("triton.cdiv(size, 4 * block) *", "size // (4 * block) *"),
+}
+
+COPIES = {
+    "rows and planes of one stride": Fault(
+        "planes * _number(block, 5", "planes * _number(block, 6"
+    ),
+    "rows of all planes": Fault("(rows % height)", "rows"),
+    "stored without a mask": Fault(
+        "tl.store(sink + columns, values, mask=mask)", "tl.store(sink + columns, values)"
+    ),
+    "strides swapped": Fault("*sizes, *source, *sink)", "*sizes, *sink, *source)"),
+    "sizes swapped": Fault(
+        "width = _number(block, 4, aligned)", "width = _number(block, 3, aligned)"
+    ),
+    "stale addresses": Fault(
+        "_table(device, tuple(rows)).on_this_stream()",
+        "globals().setdefault(f'{types}{count}', _table(device, tuple(rows))).on_this_stream()",
+    ),
+    "another 16-bit type": Fault("torch.bfloat16: tl.bfloat16", "torch.bfloat16: tl.float16"),
+    "parts counted over all blocks": Fault("- np.repeat(np.cumsum(counts) - counts, counts)", ""),
+    "a launch too short": Fault("_copy[(count,)]", "_copy[(count - 1,)]"),
+}
+
+TABLES = {
+    "math.triton_passes": (passes.KERNELS, PASSES),
+    "math.triton_products": (products.KERNELS, PRODUCTS),
+    "math.triton_normalize": (norms.KERNELS, NORMS),
+    "layouts.block_copies": (redistribution.KERNELS, COPIES),
+}
+FAULTS = [(module, name) for module, (_, faults) in TABLES.items() for name in faults]
+
+
+def changed_text(module: str, fault: Fault, folder: Path) -> dict[str, Path]:
+    """Return the file of a module with a fault in it."""
+    text = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    assert text.count(fault.right) >= 1, f"{fault.right} is gone from {module}"
+    file = folder / f"{module}.py"
+    file.write_text(text.replace(fault.right, fault.wrong))
+    return {f"megatron_eopt.{module}": file}
+
+
+@pytest.mark.parametrize(("module", "name"), FAULTS, ids=[f"{m}: {n}" for m, n in FAULTS])
+def test_a_fault_in_a_kernel_a_table_or_a_launch_is_found(module, name, tmp_path, caplog):
+    family, faults = TABLES[module]
+    x = torch.ones(32, 32, dtype=torch.float16)
+    with checked_kernels(changed_text(module, faults[name], tmp_path)):
+        assert not family.runs(x)
+
+        assert caplog.text.count(f"GPU kernels for {family.name} do not work") == 1
+        assert kernels.SWITCH in caplog.text
+
+
+def test_there_is_no_alarm_about_right_kernels(caplog):
+    x = torch.ones(32, 32, dtype=torch.float16)
+    for _ in range(3):
+        with checked_kernels():
+            assert all(family.runs(x) for family, _ in TABLES.values())
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("module", TABLES)
+def test_no_kernel_leaves_the_fusion_of_sums_to_triton(module):
+    """Its default differs between releases, and rounding with it."""
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    launches = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and {"num_warps"} & {keyword.arg for keyword in node.keywords}
+    ]
+    assert launches
+    for launch in launches:
+        assert "enable_fp_fusion" in {keyword.arg for keyword in launch.keywords}
