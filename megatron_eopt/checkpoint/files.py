@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import operator
+import pickle
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ import torch
 from megatron.core.dist_checkpointing import load_common_state_dict
 from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_eopt.base.agreement import (
@@ -47,6 +47,9 @@ METADATA = ".metadata"
 
 CONFIG = "metadata.json"
 """megatron-core's file, which it writes last; only format ``torch_dist`` has it."""
+
+_COMMON_STATE = "common_state/shard_0_1"
+"""megatron-core's key of what all ranks share."""
 
 RANK_FILE = "model_optim_rng.pt"
 """The trainer's file of a model-parallel rank in format ``torch``."""
@@ -144,12 +147,25 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA
     try:
-        metadata = FileSystemReader(folder).read_metadata()
+        stat = path.stat()
+        # as long as the file is the same; a load asks for it more than once
+        metadata = _unpickled_metadata(path, (stat.st_ino, stat.st_mtime_ns, stat.st_size))
     except Exception as error:  # a damaged file can raise anything
         raise damaged(path, f"cannot be read ({_text(error)})") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise damaged(path, "is no metadata of torch")
     return metadata
+
+
+@functools.lru_cache(maxsize=1)
+def _unpickled_metadata(path: Path, version: tuple[int, ...]) -> Any:
+    with path.open("rb") as file:
+        return pickle.load(file)
+
+
+def forget_metadata() -> None:
+    """Release the memory of what :func:`read_metadata` has read last."""
+    _unpickled_metadata.cache_clear()
 
 
 def object_at(folder: Path, metadata: Metadata, key: str) -> Any:
@@ -187,7 +203,13 @@ def read_common_state(folder: Path) -> Mapping[str, Any]:
     Raises:
         CheckpointError: If it cannot be read.
     """
+    if (folder / METADATA).exists():
+        metadata = read_metadata(folder)
+        if MetadataIndex(_COMMON_STATE) in metadata.storage_data:
+            (common,) = object_at(folder, metadata, _COMMON_STATE)
+            return common  # type: ignore[no-any-return]
     try:
+        # a file beside it, as older versions wrote
         return load_common_state_dict(folder)  # type: ignore[no-any-return]
     # torch's own error is no Exception
     except (Exception, CheckpointException) as error:

@@ -9,21 +9,16 @@ way. All ranks have the same keys, because the layout of each DTensor is exchang
 import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.names import FIRST_MOMENT, MAINS, MOMENTUM, STEP
 from megatron_eopt.base.upstream import owner_of, require_upstream
+from megatron_eopt.checkpoint.catalogue import Catalogue
 from megatron_eopt.checkpoint.optimizer_state import prepare
 from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.optimizers.chain_link import ChainLink
@@ -35,17 +30,12 @@ from megatron_eopt.optimizers.continuation import (
     SavedState,
     Wanted,
 )
-from megatron_eopt.optimizers.saved_groups import adopt, optimizer_of
-from megatron_eopt.routing.groups import GROUP_ID
+from megatron_eopt.optimizers.saved_groups import BY_PARAMETER, adopt, optimizer_of
 
 FORMAT = "fsdp_dtensor"
 """The trainer's name for the format."""
 
-GROUPS = "param_to_group_meta"
-"""Key of the group settings by parameter."""
-
 _FIRST_HALF = "_w"
-_STATE = "optimizer.state."
 
 
 def requested(link: ChainLink, *, is_loading: bool) -> dict[str, Any]:
@@ -60,7 +50,7 @@ def requested(link: ChainLink, *, is_loading: bool) -> dict[str, Any]:
     groups = [{**group, STEP: storage.steps} for group in storage.optimizer.param_groups]
     metas = storage._param_groups_to_param2group_meta(groups)
     # a copy for each parameter, because parameters of one group may be read from several groups
-    return {"state": state, GROUPS: {name: dict(meta) for name, meta in metas.items()}}
+    return {"state": state, BY_PARAMETER: {name: dict(meta) for name, meta in metas.items()}}
 
 
 def load(link: ChainLink, loaded: Mapping[str, Any]) -> None:
@@ -72,7 +62,7 @@ def load(link: ChainLink, loaded: Mapping[str, Any]) -> None:
     storage: Any = link.storage
     optimizer, state = storage.optimizer, loaded["state"]
     # all groups step together, so the largest count is that of all
-    steps = max((int(meta.get(STEP, 0)) for meta in loaded[GROUPS].values()), default=0)
+    steps = max((int(meta.get(STEP, 0)) for meta in loaded[BY_PARAMETER].values()), default=0)
     states = {}
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         name, kept = storage._param_name(param), optimizer.state[param]
@@ -87,7 +77,7 @@ def load(link: ChainLink, loaded: Mapping[str, Any]) -> None:
                 found |= {read: own} if read in found else {}
         states[optimizer.names[param]] = found
     names = {storage._param_name(param): name for param, name in optimizer.names.items()}
-    groups = [{**meta, "params": [names[name]]} for name, meta in loaded[GROUPS].items()]
+    groups = [{**meta, "params": [names[name]]} for name, meta in loaded[BY_PARAMETER].items()]
     # in torch's form, with one group for each parameter
     state_dict = {"state": states, "param_groups": groups}
     # what may be missing was decided before the load
@@ -100,53 +90,6 @@ def load(link: ChainLink, loaded: Mapping[str, Any]) -> None:
     storage.loaded_groups = groups
     optimizer.take(taken)
     storage.steps = steps
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a checkpoint has."""
-
-    shapes: Mapping[str, tuple[int, ...] | None]  # of its tensors by key; None for objects
-    groups: Mapping[str, Mapping[str, Any]]  # settings by name of the parameter
-
-    @cached_property
-    def kinds(self) -> Mapping[str, set[str]]:
-        """Kinds of state by name of the parameter."""
-        found: dict[str, set[str]] = {}
-        for key in self.shapes:
-            if key.startswith(_STATE):
-                name, _, kind = key.removeprefix(_STATE).rpartition(".")
-                found.setdefault(name, set()).add(kind)
-        return found
-
-
-def contents_of(folder: str) -> Contents | None:
-    """Read what a checkpoint has; None if there is none."""
-    if not Path(folder, ".metadata").exists():
-        return None
-    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
-    shapes = {
-        key: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
-        for key, item in metadata.items()
-    }
-    settings: dict[str, dict[str, Any]] = {}
-    prefix = f"optimizer.{GROUPS}."
-    for key in (key for key in shapes if key.startswith(prefix)):
-        name, _, setting = key.removeprefix(prefix).rpartition(".")
-        settings.setdefault(name, {})[setting] = None
-    # only these values matter before the load
-    keys = [key for key in shapes if key.startswith(prefix) and key.rpartition(".")[2] in _TOLD]
-    values: dict[str, Any] = dict.fromkeys(keys)
-    # only rank 0 is here, so this must not be collective
-    load_checkpoint(values, checkpoint_id=folder, no_dist=True)
-    for key, value in values.items():
-        name, _, setting = key.removeprefix(prefix).rpartition(".")
-        settings[name][setting] = value
-    return Contents(shapes, settings)
-
-
-_TOLD = (GROUP_ID, "optimizer", "momentum")
-"""Settings of groups that tell what their parameters' state means."""
 
 
 type Readers = Mapping[str, tuple[Reader, frozenset[str]]]
@@ -169,7 +112,7 @@ def readers_of(link: ChainLink) -> Readers:
 def match(
     wanted: Mapping[str, Any],
     readers: Readers,
-    contents: Contents,
+    catalogue: Catalogue,
     policy: Policy,
     *,
     has_stepped: bool,
@@ -182,7 +125,7 @@ def match(
     Args:
         wanted: What to load; changed in place.
         readers: From :func:`readers_of`.
-        contents: What the checkpoint has.
+        catalogue: What the checkpoint has.
         policy: What may differ.
         has_stepped: Whether the optimizer has stepped, so that its state cannot start fresh.
 
@@ -197,12 +140,12 @@ def match(
         # a weight that is saved in two parts has one group
         whole = name if name in readers else name[: -len(_FIRST_HALF)]
         reader, spare = readers[whole]
-        saved = _state_in(contents, name, whole)
-        misfit = functools.partial(_misfit, contents, name, values)
+        saved = _state_in(catalogue, name, whole)
+        misfit = functools.partial(_misfit, catalogue, name, values)
         asked = Wanted(name, reader, frozenset(values.keys() - MAINS - {STEP}), spare)
         found = report.decide(asked, saved, misfit)
         for kind in values.keys() - found.origins.keys() - MAINS:
-            if kind != STEP or found.fresh or f"{_STATE}{name}.{kind}" not in contents.shapes:
+            if kind != STEP or found.fresh or kind not in catalogue.state.get(name, {}):
                 del values[kind]
         for kind, origin in found.origins.items():
             if origin.key != kind:
@@ -210,26 +153,26 @@ def match(
                 # back
                 values[origin.key] = values.pop(kind)
     report.refuse("checkpoint", has_stepped=has_stepped)
-    for name, meta in wanted[GROUPS].items():
-        there = contents.groups.get(name, {})
+    for name, meta in wanted[BY_PARAMETER].items():
+        there = catalogue.settings.get(name, {})
         for setting in meta.keys() - there.keys():
             del meta[setting]
     return report.notes
 
 
-def _state_in(contents: Contents, name: str, whole: str) -> SavedState:
+def _state_in(catalogue: Catalogue, name: str, whole: str) -> SavedState:
     """Return what a checkpoint has of a parameter, or of a part of one."""
-    keys = contents.kinds.get(name, set()) - MAINS - {STEP}
-    group = contents.groups.get(whole, {})
+    keys = catalogue.state.get(name, {}).keys() - MAINS - {STEP}
+    group = catalogue.settings.get(whole, {})
     optimizer = optimizer_of(group)
     optimizers = () if optimizer is None else (optimizer,)
     return SavedState(frozenset(keys), optimizers, group.get("momentum"))
 
 
 def _misfit(
-    contents: Contents, name: str, values: Mapping[str, Any], kind: str, other: str
+    catalogue: Catalogue, name: str, values: Mapping[str, Any], kind: str, other: str
 ) -> str | None:
-    own, shape = values[kind], contents.shapes.get(f"{_STATE}{name}.{other}")
+    own, shape = values[kind], catalogue.state[name][other].shape
     if not isinstance(own, Tensor) or shape in (None, tuple(own.shape)):
         return None
     return f"of shape {shape} must have shape {tuple(own.shape)}"

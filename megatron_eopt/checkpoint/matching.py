@@ -13,26 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_eopt.base.agreement import (
-    CheckpointError,
-    from_rank_0,
-    gather_unique,
-    raise_together,
-)
-from megatron_eopt.base.upstream import require_upstream
+from megatron_eopt.base.agreement import from_rank_0, gather_unique, raise_together
 from megatron_eopt.checkpoint.bucket_order import boxes_by_order
-from megatron_eopt.checkpoint.buckets import SavedBuckets, read_buckets
-from megatron_eopt.checkpoint.contents import Contents, Shapes
-from megatron_eopt.checkpoint.keys import split_key
+from megatron_eopt.checkpoint.catalogue import read_catalogue
+from megatron_eopt.checkpoint.contents import Contents
 from megatron_eopt.checkpoint.requests import StateRequests
 from megatron_eopt.checkpoint.saved_rows import SavedRows
 from megatron_eopt.checkpoint.vocabulary import fill_new_rows
 from megatron_eopt.optimizers.continuation import Policy, log_notes
-from megatron_eopt.optimizers.saved_groups import Groups, groups_in
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +34,8 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
     tensors.
     """
     requests = list(_requests(sharded_state_dict))
-    shapes, groups, buckets, rows = from_rank_0(lambda: _content(folder))
+    catalogue = from_rank_0(lambda: read_catalogue(folder))
+    shapes, groups, buckets = catalogue.shapes, catalogue.groups, catalogue.buckets
     contents = Contents(shapes)
     if contents.in_buckets and not contents.names_buckets:
         mine = raise_together(lambda: [item.order() for item in requests if item.order])
@@ -58,35 +49,10 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
     )
     # a parameter may be on some ranks only
     log_notes(gather_unique(notes))
+    rows = SavedRows(catalogue)
     raise_together(lambda: rows.find(sharded_state_dict))
     # last, because it replaces entries of the requests by factories
     fill_new_rows(sharded_state_dict, shapes, rows.changes)
-
-
-def _content(folder: Path) -> tuple[Shapes, Groups, SavedBuckets, SavedRows]:
-    """Return a checkpoint's shapes of tensors, parameter groups, buckets, and places of rows."""
-    try:
-        # the reader that megatron-core uses for the load
-        metadata = require_upstream("FileSystemReader")(folder).read_metadata()
-        common = load_common_state_dict(folder)
-        groups = groups_in(common)
-    except Exception as error:
-        rule = f"its metadata cannot be read ({type(error).__name__}: {error})"
-        hint = "Load another iteration with --ckpt-step, or restore the folder"
-        raise CheckpointError("checkpoint", str(folder), rule, hint) from error
-    shapes = {
-        key: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
-        for key, item in metadata.state_dict_metadata.items()
-    }
-    cuts = {
-        key: tuple(
-            len(set(places)) for places in zip(*(c.offsets for c in item.chunks), strict=True)
-        )
-        for key, item in metadata.state_dict_metadata.items()
-        if isinstance(item, TensorStorageMetadata) and split_key(key) is None
-    }
-    rows = SavedRows(shapes, cuts, getattr(common.get("args"), "padded_vocab_size", None))
-    return shapes, groups, read_buckets(folder, metadata), rows
 
 
 def _requests(state: Any) -> Iterator[StateRequests]:

@@ -15,7 +15,8 @@ from torch import Tensor, distributed
 
 from megatron_eopt.base.agreement import gather_objects, gather_unique, raise_together
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.checkpoint.contents import Piece, Shapes, key_of
+from megatron_eopt.checkpoint.catalogue import Shapes
+from megatron_eopt.checkpoint.contents import Piece, key_of
 from megatron_eopt.checkpoint.keys import split_key
 from megatron_eopt.checkpoint.optimizer_state import (
     PARAM_STATE,

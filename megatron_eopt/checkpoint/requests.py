@@ -1,6 +1,7 @@
 """The state that a chain of optimizers saves or loads with ``dist_checkpointing``."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,8 @@ from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint import saved_state
 from megatron_eopt.checkpoint.bucket_order import Order
 from megatron_eopt.checkpoint.buckets import SavedBuckets
-from megatron_eopt.checkpoint.contents import Contents, Shapes, unstacked
+from megatron_eopt.checkpoint.catalogue import Shapes
+from megatron_eopt.checkpoint.contents import Contents, unstacked
 from megatron_eopt.checkpoint.keys import matrix_state_key
 from megatron_eopt.checkpoint.migration import LoadPlan
 from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace, parameter_spaces
@@ -258,6 +260,8 @@ class StateRequests:
             yield from self._count(update_rule, where, (0, 1), writes=where.holds_first)
         # several values share one state with one count, which is requested once
         counted = {id(state) for state in states.values()}
+        # boxes of the matrices of a parameter, by matrix
+        parts_of: dict[tuple[UpdateRule, int], defaultdict[int, list[MatrixPart]]] = {}
         for update_rule, param, its in unsharded:
             state = states.get((update_rule, its.shard))
             if update_rule.counts_matrices or state is None:
@@ -271,9 +275,14 @@ class StateRequests:
             count = len(update_rule.shards[its.shard].layouts) if update_rule.shards else 1
             group = link.groups_of(update_rule)[update_rule.group_of[its.shard]]
             reader = Reader(names[update_rule], group.get("momentum"))
-            parts = self._matrices_of(spaces[param], param, update_rule, its.shard)
+            if its.per_element and (update_rule, its.shard) not in parts_of:
+                found = self._matrices_of(spaces[param], param, update_rule, its.shard)
+                by_matrix = parts_of[update_rule, its.shard] = defaultdict(list)
+                for part in found:
+                    by_matrix[part.matrix[0]].append(part)
+            parts = parts_of[update_rule, its.shard][its.matrix] if its.per_element else ()
             where = saved_state.ParameterLocation(
-                spaces[param], replica, reader, state, matrices=parts if its.per_element else ()
+                spaces[param], replica, reader, state, matrices=parts
             )
             yield saved_state.unsharded_value(its, where, count)
             if id(state) not in counted:

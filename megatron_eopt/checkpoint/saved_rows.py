@@ -20,14 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.base.place import row_cut
-from megatron_eopt.checkpoint.contents import Shapes
+from megatron_eopt.checkpoint.catalogue import Catalogue
 from megatron_eopt.checkpoint.keys import split_key, tensors
 from megatron_eopt.checkpoint.rows import LocalRows, RowGrid, param_of, with_plain_data
 from megatron_eopt.checkpoint.vocabulary import Change
 from megatron_eopt.routing.parameters import cut_dimension
-
-type Cuts = Mapping[str, tuple[int, ...]]
-"""Into how many pieces the model's tensors in a checkpoint are cut, in each dimension."""
 
 _VOCABULARY = ("word_embeddings.", "output_layer.")
 _NORMS = ("layernorm.", "layer_norm_weight")
@@ -39,13 +36,14 @@ class SavedRows:
     """How the run that wrote a checkpoint has cut the rows of the model's weights.
 
     Args:
-        shapes: Shapes of the checkpoint's tensors.
-        cuts: Their pieces.
-        vocabulary: Rows of its vocabulary, if it says so.
+        catalogue: What the checkpoint has.
     """
 
-    def __init__(self, shapes: Shapes, cuts: Cuts, vocabulary: int | None) -> None:
-        self._shapes, self._cuts, self._vocabulary = shapes, cuts, vocabulary
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._shapes = catalogue.shapes
+        self._vocabulary = getattr(catalogue.common.get("args"), "padded_vocab_size", None)
+        of_model = (item for item in catalogue.values.items() if item[1].kind is None)
+        self._cuts = cuts = {key: value.cuts for key, value in of_model if value.cuts}
         # only FSDP cuts norms, and it saves rows in their order
         self._in_order = any(its[-1:] > (1,) for key, its in cuts.items() if _has(key, _NORMS))
         # sizes of rematerialization and tensor parallelism, which cut rows and columns of these

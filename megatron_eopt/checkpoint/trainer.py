@@ -21,11 +21,14 @@ from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint import fsdp_dtensor
 from megatron_eopt.checkpoint.buckets import BY_BUCKET
+from megatron_eopt.checkpoint.catalogue import read_catalogue
 from megatron_eopt.checkpoint.files import (
+    METADATA,
     check_all,
     check_rank_has_file,
     check_tracked,
     damaged,
+    forget_metadata,
     read_common_state,
 )
 from megatron_eopt.checkpoint.gpt_layers import forget_layers, noting_layers
@@ -208,6 +211,7 @@ def _loading(optimizer: Any) -> Iterator[None]:
     finally:
         _optimizer.reset(token)
         forget_layers()
+        forget_metadata()
         vars(args).update(own)
 
 
@@ -357,15 +361,16 @@ def _match_fsdp_dtensor(args: Any, state: Mapping[str, Any]) -> None:
     # all ranks read the tracker file
     folder = require_upstream("get_load_checkpoint_path_by_args")(args)
     # one rank reads the metadata, so that all decide by the same content
-    contents = from_rank_0(lambda: fsdp_dtensor.contents_of(folder))
+    exists = Path(folder, METADATA).exists
+    catalogue = from_rank_0(lambda: read_catalogue(Path(folder)) if exists() else None)
     optimizer = _optimizer.get()
     links = getattr(optimizer, "links", ())
-    if contents is None or not links:
+    if catalogue is None or not links:
         return
     readers, has_stepped = fsdp_dtensor.readers_of(links[0]), links[0].storage.steps > 0
     notes = raise_together(
         lambda: fsdp_dtensor.match(
-            state, readers, contents, optimizer.policy, has_stepped=has_stepped
+            state, readers, catalogue, optimizer.policy, has_stepped=has_stepped
         )
     )
     log_notes(gather_unique(notes))

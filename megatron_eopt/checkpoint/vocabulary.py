@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_eopt.base.agreement import CheckpointError, gather_unique
 from megatron_eopt.base.log import inform
 from megatron_eopt.base.wrapping import Function, around
-from megatron_eopt.checkpoint.contents import Shapes
+from megatron_eopt.checkpoint.catalogue import Shapes
 from megatron_eopt.checkpoint.files import CONFIG, read_common_state
 from megatron_eopt.checkpoint.unfinished import TRACKER, complete_folder, folder_name, read_tracker
 

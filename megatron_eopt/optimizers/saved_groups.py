@@ -16,6 +16,9 @@ type Groups = Sequence[Mapping[str, Any]]
 PARAM_NAMES = "param_names"
 """Key of the names of a saved group's parameters; torch uses it, too."""
 
+BY_PARAMETER = "param_to_group_meta"
+"""Key of the settings of groups by parameter, in ``fsdp_dtensor``."""
+
 _SEPARATOR = "\t"
 """Between a saved group's identity, the hash of its parameters' names, and all optimizers' names.
 

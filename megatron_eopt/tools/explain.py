@@ -4,6 +4,7 @@ No tensor is read, but all files are checked. torch unpickles ``.metadata`` unch
 checkpoint must be trusted.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,20 +14,15 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENT2
-from megatron_eopt.checkpoint.buckets import read_buckets
+from megatron_eopt.checkpoint.catalogue import Catalogue, Saved, read_catalogue
 from megatron_eopt.checkpoint.files import (
     RANK_FILE,
     check_all,
-    object_at,
-    read_common_state,
-    read_metadata,
     read_rank_file,
 )
-from megatron_eopt.checkpoint.keys import split_key
 from megatron_eopt.checkpoint.unfinished import (
     TRACKER,
     complete_folder,
@@ -64,13 +60,15 @@ class Amount:
     elements: int = 0
     bytes: int = 0
 
-    def add(self, item: TensorStorageMetadata) -> None:
+    def add(self, item: Saved) -> None:
         """Count a tensor."""
-        dtype = item.properties.dtype
-        self.dtypes = sorted({*self.dtypes, str(dtype).removeprefix("torch.")})
+        assert item.shape is not None
+        assert item.dtype is not None
+        elements = math.prod(item.shape)
+        self.dtypes = sorted({*self.dtypes, str(item.dtype).removeprefix("torch.")})
         self.tensors += 1
-        self.elements += item.size.numel()
-        self.bytes += item.size.numel() * dtype.itemsize
+        self.elements += elements
+        self.bytes += elements * item.dtype.itemsize
 
     def __str__(self) -> str:
         size = f"{self.elements:,} elements in {self.tensors:,} tensors, {decimal(self.bytes)}"
@@ -78,7 +76,7 @@ class Amount:
 
 
 @dataclass
-class Contents:
+class Summary:
     """What a checkpoint contains, as far as its metadata says."""
 
     folder: str  # the folder that was read
@@ -93,7 +91,7 @@ class Contents:
     loads: list[str] = field(default_factory=list)  # where it can be loaded, one sentence each
 
 
-def explain(path: str | Path) -> Contents:
+def explain(path: str | Path) -> Summary:
     """Return what a checkpoint contains and where it can be loaded.
 
     Args:
@@ -105,13 +103,14 @@ def explain(path: str | Path) -> Contents:
     """
     folder = _folder_in(Path(path))
     files = check_all(folder)
-    contents = Contents(str(folder), files.form)
+    contents = Summary(str(folder), files.form)
     if files.form == "torch":
         common: Mapping[str, Any] = read_rank_file(files.ranks[0] / RANK_FILE)
-        _note_optimizer(contents, common.get("optimizer") or {})
     else:
-        read = _read_keys if files.form == "torch_dist" else _read_paths
-        common = read(contents, read_metadata(folder))
+        catalogue = read_catalogue(folder)
+        contents.format, common = catalogue.form, catalogue.common
+        _note_values(contents, catalogue)
+    _note_optimizer(contents, common.get("optimizer") or {})
     args = common.get("args")
     iteration = common.get("iteration")
     contents.iteration = None if iteration is None else int(iteration)
@@ -143,34 +142,28 @@ def _folder_in(path: Path) -> Path:
     return complete_folder(path) or path
 
 
-def _note_optimizer(contents: Contents, state: Any) -> None:
+def _note_optimizer(contents: Summary, state: Any) -> None:
     """Add the optimizers and step count of a saved optimizer state."""
     names = optimizers_of(saved_groups(state)) - {None}
     contents.optimizers = sorted({*contents.optimizers, *map(str, names)})
     contents.step = max(contents.step, saved_steps(state))
 
 
-def _read_keys(contents: Contents, metadata: Metadata) -> Mapping[str, Any]:
-    """Read a ``torch_dist`` checkpoint; return the trainer's common state."""
-    of_matrices, slabs, by_bucket = set(), 0, False
-    for key, item in metadata.state_dict_metadata.items():
-        parts = split_key(key)
-        if not isinstance(item, TensorStorageMetadata):
-            continue
-        if parts is None:
-            contents.model.add(item)
-            continue
-        by_bucket |= parts.kind is None
-        kind = parts.kind or parts.name.rpartition(".")[2]
-        contents.state.setdefault(kind, Amount()).add(item)
-        if parts.of_matrix:
-            of_matrices.add(kind)
-            slabs = max(slabs, parts.slabs)
-    by_bucket = by_bucket and not read_buckets(Path(contents.folder), metadata).boxes
-    contents.loads = list(_where_it_loads(sorted(of_matrices), slabs, by_bucket=by_bucket))
-    common = read_common_state(Path(contents.folder))
-    _note_optimizer(contents, common.get("optimizer") or {})
-    return common
+def _note_values(contents: Summary, catalogue: Catalogue) -> None:
+    """Add a checkpoint's tensors, and where they can be loaded."""
+    tensors = [value for value in catalogue.values.values() if value.shape is not None]
+    for value in tensors:
+        kind = value.kind or ""
+        if catalogue.form != "torch_dist":
+            # the matrix's name is first
+            kind = kind.rpartition("/")[2]
+        amount = contents.state.setdefault(kind, Amount()) if kind else contents.model
+        amount.add(value)
+    if catalogue.form == "torch_dist":
+        of_matrices = sorted({value.kind or "" for value in tensors if value.of_matrix})
+        slabs = max((value.slabs for value in tensors), default=0)
+        by_bucket = any(value.in_bucket for value in tensors) and not catalogue.buckets.boxes
+        contents.loads = list(_where_it_loads(of_matrices, slabs, by_bucket=by_bucket))
 
 
 def _where_it_loads(of_matrices: Sequence[str], slabs: int, *, by_bucket: bool) -> Iterator[str]:
@@ -187,26 +180,7 @@ def _where_it_loads(of_matrices: Sequence[str], slabs: int, *, by_bucket: bool) 
         yield f"but {kinds} only with the same --use-distributed-optimizer setting, {hint}"
 
 
-def _read_paths(contents: Contents, metadata: Metadata) -> Mapping[str, Any]:
-    """Read an ``fsdp_dtensor`` checkpoint of the trainer, or a ``torch_dcp`` checkpoint."""
-    paths = {key: tuple(map(str, path)) for key, path in metadata.planner_data.items()}
-    for key, path in paths.items():
-        item = metadata.state_dict_metadata.get(key)
-        if isinstance(item, TensorStorageMetadata):
-            kind = path[-1].rpartition("/")[2]
-            is_state = "state" in path[:-2]
-            (contents.state.setdefault(kind, Amount()) if is_state else contents.model).add(item)
-    common = {}
-    for key in ("args", "iteration"):
-        if MetadataIndex(key) in metadata.storage_data:
-            common[key] = object_at(Path(contents.folder), metadata, key)
-    trainers = any("param_to_group_meta" in path for path in paths.values())
-    usual = "fsdp_dtensor" if trainers else "torch_dcp"
-    contents.format = getattr(common.get("args"), "ckpt_format", usual)
-    return common
-
-
-def show(contents: Contents, console: Console) -> None:
+def show(contents: Summary, console: Console) -> None:
     """Print a checkpoint's contents as a table."""
     sizes = ", ".join(f"{name} {size}" for name, size in contents.parallelism.items())
     rows = {

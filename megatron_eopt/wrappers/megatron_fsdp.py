@@ -20,6 +20,7 @@ from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.base.upstream import find_upstream, require_upstream
 from megatron_eopt.checkpoint import fsdp_dtensor, optimizer_state
 from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
+from megatron_eopt.optimizers.saved_groups import BY_PARAMETER
 from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.local_tensors import local_of, shard_like
 from megatron_eopt.wrappers.builders import OF_DDP, OptimizerBuildContext, is_megatron_fsdp
@@ -280,7 +281,7 @@ class MegatronFSDPChain(OptimizerChain):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load what was read into :meth:`sharded_state_dict`, or a state dict; collective."""
-        if isinstance(state_dict, Mapping) and fsdp_dtensor.GROUPS in state_dict:
+        if isinstance(state_dict, Mapping) and BY_PARAMETER in state_dict:
             fsdp_dtensor.load(self.links[0], state_dict)
             optimizer_state.settle(self.links)
         else:

@@ -12,8 +12,10 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
 from torch.distributed import checkpoint
 
 from megatron_eopt import ConfigurationError
-from megatron_eopt.checkpoint.fsdp_dtensor import GROUPS, Contents, match
+from megatron_eopt.checkpoint.catalogue import Catalogue, Saved
+from megatron_eopt.checkpoint.fsdp_dtensor import match
 from megatron_eopt.optimizers.continuation import Policy, Reader
+from megatron_eopt.optimizers.saved_groups import BY_PARAMETER
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import eager
@@ -118,26 +120,27 @@ def test_missing_state_is_refused_unless_it_may_start_fresh():
     moments = {kind: torch.zeros(shape) for kind in ("exp_avg", "exp_avg_sq", "step", "param")}
     wanted = {
         "state": {"weight": moments, "bias": {"exp_avg": 1}, "spared": {"param": 0, "scale": 0}},
-        GROUPS: {"weight": {"lr": 1, "momentum": 0.9}, "bias": {"lr": 1}},
+        BY_PARAMETER: {"weight": {"lr": 1, "momentum": 0.9}, "bias": {"lr": 1}},
     }
     has = ("weight.exp_avg", "weight.step", "weight.param", "bias.exp_avg", "spared.param")
     groups = {"weight": {"lr": None, "optimizer": "lion"}, "bias": {"optimizer": "lion"}}
-    contents = Contents({f"optimizer.state.{name}": None for name in has}, groups)
+    saved = {name: Saved(name.partition(".")[2], name.partition(".")[0]) for name in has}
+    catalogue = Catalogue("fsdp_dtensor", saved, settings=groups)
     readers = {name: (Reader("adam"), frozenset({"scale"})) for name in wanted["state"]}
 
-    def matched(wanted, contents, *fresh):
-        return match(wanted, readers, contents, Policy(frozenset(fresh)), has_stepped=False)
+    def matched(wanted, catalogue, *fresh):
+        return match(wanted, readers, catalogue, Policy(frozenset(fresh)), has_stepped=False)
 
     with pytest.raises(ConfigurationError, match=r"weight: exp_avg_sq.*--ckpt-allow-missing"):
-        matched(copy.deepcopy(wanted), contents)
-    larger = {**contents.shapes, "optimizer.state.weight.exp_avg": (3, 3)}
+        matched(copy.deepcopy(wanted), catalogue)
+    larger = {**saved, "weight.exp_avg": Saved("exp_avg", "weight", (3, 3))}
     with pytest.raises(ConfigurationError, match=r"exp_avg of shape .*, weight: exp_avg_sq'"):
-        matched(copy.deepcopy(wanted), Contents(larger, groups))
-    notes = matched(wanted, contents, "exp_avg_sq")
+        matched(copy.deepcopy(wanted), Catalogue("fsdp_dtensor", larger, settings=groups))
+    notes = matched(wanted, catalogue, "exp_avg_sq")
     text = "starts fresh (the checkpoint has: exp_avg)"
     assert [(note.text, note.name) for note in notes] == [
         (f"{kind} {text}", "weight") for kind in ("exp_avg", "exp_avg_sq")
     ]
     left = {name: set(values) for name, values in wanted["state"].items()}
     assert left == {"weight": {"param"}, "bias": {"exp_avg"}, "spared": {"param"}}
-    assert wanted[GROUPS] == {"weight": {"lr": 1}, "bias": {}}
+    assert wanted[BY_PARAMETER] == {"weight": {"lr": 1}, "bias": {}}

@@ -1,0 +1,135 @@
+"""What a checkpoint has, read once from its metadata.
+
+:func:`read_catalogue` reads ``torch_dist`` and what torch writes itself (``fsdp_dtensor`` and
+``torch_dcp``). No tensor is read. torch unpickles metadata unchecked, so a checkpoint must be
+trusted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from megatron_eopt.checkpoint.buckets import SavedBuckets, read_buckets
+from megatron_eopt.checkpoint.files import object_at, read_common_state, read_metadata
+from megatron_eopt.checkpoint.keys import split_key
+from megatron_eopt.optimizers.saved_groups import BY_PARAMETER, Groups, groups_in
+from megatron_eopt.routing.groups import GROUP_ID
+
+type Shapes = Mapping[str, tuple[int, ...] | None]
+"""Global shapes of a checkpoint's tensors by key; None for objects."""
+
+
+class Saved(NamedTuple):
+    """A tensor or an object of a checkpoint."""
+
+    kind: str | None  # of optimizer state; None for the model's tensors, settings and the like
+    name: str  # the parameter's, or what the format calls it
+    shape: tuple[int, ...] | None = None  # of the whole tensor; None for an object
+    dtype: torch.dtype | None = None
+    cuts: tuple[int, ...] = ()  # into how many pieces each dimension is cut
+    of_matrix: bool = False  # whether it is state of a logical matrix
+    slabs: int = 0  # tensor-parallel size if it belongs to one shard; else 0
+    in_bucket: bool = False  # whether it has a kind of state of many parameters
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """What a checkpoint has; all ranks can share it."""
+
+    form: str  # "torch_dist", "fsdp_dtensor" or "torch_dcp"
+    values: Mapping[str, Saved]  # by key
+    common: Mapping[str, Any] = field(default_factory=dict)  # arguments, groups and the like
+    # settings of groups by parameter, in ``fsdp_dtensor``
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    buckets: SavedBuckets = field(default_factory=SavedBuckets)
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Shapes by key."""
+        return {key: value.shape for key, value in self.values.items()}
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Parameter groups that are saved once for all parameters."""
+        return groups_in(self.common)
+
+    @cached_property
+    def state(self) -> Mapping[str, Mapping[str, Saved]]:
+        """State by the name of the parameter, and kind."""
+        found: dict[str, dict[str, Saved]] = {}
+        for value in self.values.values():
+            if value.kind is not None and not value.in_bucket:
+                found.setdefault(value.name, {})[value.kind] = value
+        return found
+
+
+def read_catalogue(folder: Path) -> Catalogue:
+    """Read what a checkpoint has.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    metadata = read_metadata(folder)
+    # torch notes how to nest the keys, megatron-core does not
+    if metadata.planner_data:
+        return _of_torch(folder, metadata)
+    values = {key: _by_key(key, item) for key, item in metadata.state_dict_metadata.items()}
+    common = read_common_state(folder)
+    return Catalogue("torch_dist", values, common, buckets=read_buckets(folder, metadata))
+
+
+def _by_key(key: str, item: Any) -> Saved:
+    """Return a value of ``torch_dist``; see Note [Keys]."""
+    parts = split_key(key)
+    if parts is None:
+        return Saved(None, key, *_sizes(item))
+    kind, bucket = parts.kind, ".bucket_idx_" in parts.name
+    if kind is None and bucket:
+        kind = parts.name.rpartition(".")[2]
+    sizes = _sizes(item)
+    return Saved(kind, parts.name, *sizes, parts.of_matrix, parts.slabs, in_bucket=bucket)
+
+
+def _of_torch(folder: Path, metadata: Metadata) -> Catalogue:
+    """Return what torch's own format has, by the paths of nested state."""
+    values: dict[str, Saved] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for key, path in metadata.planner_data.items():
+        words = tuple(map(str, path))
+        item = metadata.state_dict_metadata.get(key)
+        is_state = "state" in words[:-2]
+        name = words[-2] if is_state else key
+        values[key] = Saved(words[-1] if is_state else None, name, *_sizes(item))
+        if BY_PARAMETER in words[:-2]:
+            # only these values matter before a load
+            value = object_at(folder, metadata, key) if words[-1] in _TOLD else None
+            settings.setdefault(words[-2], {})[words[-1]] = value
+    common = {
+        key: object_at(folder, metadata, key)
+        for key in ("args", "iteration")
+        if MetadataIndex(key) in metadata.storage_data
+    }
+    usual = "fsdp_dtensor" if settings else "torch_dcp"
+    form = getattr(common.get("args"), "ckpt_format", usual)
+    return Catalogue(form, values, common, settings)
+
+
+_TOLD = (GROUP_ID, "optimizer", "momentum")
+"""Settings of groups that tell what their parameters' state means."""
+
+
+def _sizes(item: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None, tuple[int, ...]]:
+    """Return shape, number type and cuts of a tensor; of an object there are none."""
+    if not isinstance(item, TensorStorageMetadata):
+        return None, None, ()
+    cuts = (len(set(places)) for places in zip(*(c.offsets for c in item.chunks), strict=True))
+    return tuple(item.size), item.properties.dtype, tuple(cuts)

@@ -1,0 +1,54 @@
+"""A trainer's load reads a checkpoint's metadata once, besides what megatron-core reads itself."""
+
+import io
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_eopt.checkpoint.files import forget_metadata
+from tests.functional.script import TINY, _run_once, train
+from tests.harness import run_ranks
+
+FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion"
+FORMS = {
+    "torch_dist": [],
+    "fsdp_dtensor": [*FSDP.split(), "--data-parallel-sharding-strategy", "optim_grads_params"],
+}
+
+
+def reads_of(flags: list[str]) -> Counter[str]:
+    """Return how often functions of ours have opened the file in a run."""
+    found: Counter[str] = Counter()
+    opened = io.open
+
+    def spy(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(file).endswith(".metadata"):
+            frames = traceback.extract_stack()
+            known = [
+                f for f in frames if "/megatron_eopt/" in f.filename or "/megatron/" in f.filename
+            ]
+            if "/megatron_eopt/" in known[-1].filename:
+                found[known[-1].name] += 1
+        return opened(file, *args, **kwargs)
+
+    forget_metadata()
+    with mock.patch("io.open", spy), mock.patch("builtins.open", spy):
+        _run_once(flags)
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_metadata_are_read_once(tmp_path: Path, form: str) -> None:
+    flags = ["--optimizer", "muon", "--use-distributed-optimizer", *FORMS[form]]
+    train(
+        *flags, "--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2", timeout=300
+    )
+    loading = [*TINY, *flags, "--train-iters", "2", "--load", str(tmp_path)]
+    first, second = run_ranks(2, reads_of, loading, cpu=False, timeout=300)
+    # the guard compares the file's bytes
+    assert first - Counter(fingerprint=1) == {"_unpickled_metadata": 1}
+    assert second.total() <= 1
