@@ -9,46 +9,61 @@ were stored, and off-loaded tensors from their write-back to their next use.
 
 import contextlib
 import functools
+import logging
 import multiprocessing
 import os
 import pickle
 import signal
 import tempfile
 import traceback
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_eopt import checkpoints, cpu
-from megatron_eopt.base.address import address_of
-from megatron_eopt.base.place import place_of
-from megatron_eopt.config.config import EmergingOptimizerConfig
-from megatron_eopt.config.registry import EmergingOptimizerEntry, registered
-from megatron_eopt.cpu.patches import Patch, patched
-from megatron_eopt.layouts import Redistribution
-from megatron_eopt.matrices import Field, Section, Split, gated
-from megatron_eopt.optimizers import update_rule, whole_matrix_rule
-from megatron_eopt.optimizers.host_memory import HostMemory
-from megatron_eopt.optimizers.muon_rule import MuonRule
-from megatron_eopt.routing.plain_names import plain_names
-from megatron_eopt.storage.local_tensors import local_of
-from megatron_eopt.wrappers.builders import BUILDERS, OptimizerBuildContext
-from megatron_eopt.wrappers.chain import OptimizerChain
-from megatron_eopt.wrappers.factory import get_megatron_optimizer
-from megatron_eopt.wrappers.parts import build_sharded
+from megatron_eopt.base.quiet import importing_quietly
+
+with importing_quietly():
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        TorchFullyShardedDataParallel,
+        TorchFullyShardedDataParallelConfig,
+    )
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_eopt import checkpoints, cpu
+    from megatron_eopt.base.address import address_of
+    from megatron_eopt.base.log import inform
+    from megatron_eopt.base.place import place_of
+    from megatron_eopt.config.config import EmergingOptimizerConfig
+    from megatron_eopt.config.registry import EmergingOptimizerEntry, registered, state_layout_of
+    from megatron_eopt.cpu.patches import Patch, patched
+    from megatron_eopt.layouts import Redistribution
+    from megatron_eopt.matrices import Field, Section, Split, gated
+    from megatron_eopt.optimizers import modes, update_rule, whole_matrix_rule
+    from megatron_eopt.optimizers.host_memory import HostMemory
+    from megatron_eopt.optimizers.muon_rule import MuonRule
+    from megatron_eopt.routing.plain_names import plain_names
+    from megatron_eopt.storage.local_tensors import local_of
+    from megatron_eopt.wrappers.builders import BUILDERS, OptimizerBuildContext
+    from megatron_eopt.wrappers.chain import OptimizerChain
+    from megatron_eopt.wrappers.factory import get_megatron_optimizer
+    from megatron_eopt.wrappers.parts import build_sharded
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["ConformanceError", "check", "in_rows", "in_zero1", "part_of"]
 
@@ -80,11 +95,18 @@ class _Case:
     config_class: type[EmergingOptimizerConfig] = EmergingOptimizerConfig
     wave_mb: float = _SMALL
     off_loads: bool = False  # then weights are bfloat16, so that main weights can be off-loaded
+    in_teams: bool = False  # whether both ranks share each matrix, by slabs
 
     @property
     def name(self) -> str:
-        how = ", off-loaded" if self.off_loads else ""
-        return f"{self.wrap.__name__}{how}"
+        flags = {", off-loaded": self.off_loads, ", in teams": self.in_teams}
+        return self.wrap.__name__ + "".join(how for how, is_on in flags.items() if is_on)
+
+    @property
+    def reference(self) -> "_Case":
+        """What one rank trains in one wave, to compare with."""
+        wrap = in_zero1 if self.wrap in (in_rows, in_copies, in_fsdp2) else self.wrap
+        return replace(self, wrap=wrap, wave_mb=_LARGE, off_loads=False, in_teams=False)
 
 
 @dataclass
@@ -94,6 +116,10 @@ class _Trained:
     weights: list[dict[str, Tensor]]  # whole weights before the first step, halfway and at the end
     norms: list[float]
     zeros: list[float]
+
+
+type _References = Mapping[str, _Trained]
+"""By the names of :attr:`_Case.reference`."""
 
 
 def check(
@@ -106,7 +132,7 @@ def check(
     run: RunT | None = None,
     timeout: float = 300.0,
 ) -> None:
-    """Check that two ranks train as one does; call it from a test.
+    """Check that two ranks train as one does, and log what was checked; call it from a test.
 
     Weights, gradient norms and counts of zeros are compared after steps with and without clipping,
     and after loading a checkpoint of one rank on two and of two on one.
@@ -116,7 +142,8 @@ def check(
             of one of ours.
         config: Fields of the configuration.
         storage: A module-level function that stores a model in a form of your own; its module
-            registers the builder. None checks ZeRO-1, also with off-loading, and uneven rows.
+            registers the builder. None checks uneven and empty shards (``in_rows``), ZeRO-1, also
+            with off-loading and where ranks share each matrix, FSDP2, and copies.
         config_class: ``EmergingOptimizerConfig``, or a subclass with fields of your own.
         tolerance: Largest difference of a weight, relative to how far training has moved it.
         run: Runs a function on ranks; None starts new processes.
@@ -126,19 +153,24 @@ def check(
         ConformanceError: If ranks train otherwise, or do not finish.
     """
     run = run or _run
-    fields, entry = dict(config or {}), None
+    fields, name = dict(config or {}), str(optimizer)
+    entry: _Entry = None
     if isinstance(optimizer, EmergingOptimizerEntry):
-        optimizer, entry = "under_test", optimizer
-    wraps = [in_rows, in_zero1] if storage is None else [storage]
+        entry, name, optimizer = optimizer, optimizer.optimizer_cls.__name__, "under_test"
+    wraps = [in_zero1, in_rows, in_fsdp2] if storage is None else [storage]
+    with registered("under_test", entry):
+        # copies of optimizers that keep state of whole matrices do not split fused weights
+        if storage is None and state_layout_of(optimizer) != "matrix_state":
+            wraps.append(in_copies)
     cases = [_Case(optimizer, fields, wrap, config_class) for wrap in wraps]
     if storage is None:
         # uneven rows are not off-loaded
-        cases.append(_Case(optimizer, fields, in_zero1, config_class, off_loads=True))
-    whole = _Case(optimizer, fields, storage or in_zero1, config_class, _LARGE)
+        cases.append(replace(cases[0], off_loads=True))
+        cases.append(replace(cases[0], in_teams=True))
     with tempfile.TemporaryDirectory() as folder:
         job = entry, cases, folder, tolerance
         try:
-            (expected, problems), *_ = run(1, _on_one, whole, *job, timeout=timeout)
+            (expected, problems), *_ = run(1, _on_one, *job, timeout=timeout)
             for found in () if problems else run(2, _on_two, expected, *job, timeout=timeout):
                 problems += found
             if not problems:
@@ -147,29 +179,39 @@ def check(
             raise ConformanceError(f"the ranks failed: {error}") from error
     if problems:
         raise ConformanceError("\n".join(dict.fromkeys(problems)))
+    cases_of = "\n  ".join(case.name for case in cases)
+    inform(logger, f"{name} trains on two ranks as on one, also when resumed:\n  {cases_of}")
 
 
 # What a rank does
 
 
 def _on_one(
-    whole: _Case, entry: _Entry, cases: Sequence[_Case], folder: str, tolerance: float
-) -> tuple[_Trained, list[str]]:
+    entry: _Entry, cases: Sequence[_Case], folder: str, tolerance: float
+) -> tuple[_References, list[str]]:
     """Train in one wave, as the reference, then in small ones; save halfway."""
+    references: dict[str, _Trained] = {}
     with _scene(entry):
-        chunk, chain = _built(whole)
-        trained = _Trained([_whole_weights(chunk, chain)], [], [])
-        for first, stop in ((0, _HALFWAY), (_HALFWAY, _STEPS)):
-            trained.norms += _train(chunk, chain, first, stop, trained.zeros)
-            trained.weights.append(_whole_weights(chunk, chain))
         problems = []
         for case in cases:
-            problems += _trained(case, trained, tolerance, Path(folder, f"1 {case.name}"))
-    return trained, problems
+            whole = case.reference
+            if whole.name not in references:
+                references[whole.name] = _reference(whole)
+            problems += _trained(case, references, tolerance, Path(folder, f"1 {case.name}"))
+    return references, problems
+
+
+def _reference(whole: _Case) -> _Trained:
+    chunk, chain = _built(whole)
+    trained = _Trained([_whole_weights(chunk, chain)], [], [])
+    for first, stop in ((0, _HALFWAY), (_HALFWAY, _STEPS)):
+        trained.norms += _train(chunk, chain, first, stop, trained.zeros)
+        trained.weights.append(_whole_weights(chunk, chain))
+    return trained
 
 
 def _on_two(
-    expected: _Trained, entry: _Entry, cases: Sequence[_Case], folder: str, tolerance: float
+    expected: _References, entry: _Entry, cases: Sequence[_Case], folder: str, tolerance: float
 ) -> list[str]:
     """Train and save halfway; continue from what one rank has saved."""
     with _scene(entry):
@@ -181,7 +223,7 @@ def _on_two(
 
 
 def _on_one_again(
-    expected: _Trained, entry: _Entry, cases: Sequence[_Case], folder: str, tolerance: float
+    expected: _References, entry: _Entry, cases: Sequence[_Case], folder: str, tolerance: float
 ) -> list[str]:
     """Continue from what two ranks have saved."""
     with _scene(entry):
@@ -191,7 +233,8 @@ def _on_one_again(
     return problems
 
 
-def _trained(case: _Case, expected: _Trained, tolerance: float, folder: Path) -> list[str]:
+def _trained(case: _Case, references: _References, tolerance: float, folder: Path) -> list[str]:
+    expected = references[case.reference.name]
     chunk, chain = _built(case)
     zeros: list[float] = []
     norms = _train(chunk, chain, 0, _HALFWAY, zeros)
@@ -205,7 +248,8 @@ def _trained(case: _Case, expected: _Trained, tolerance: float, folder: Path) ->
     return [f"{case.name} on {distributed.get_world_size()}: {line}" for line in problems]
 
 
-def _resumed(case: _Case, expected: _Trained, tolerance: float, folder: Path) -> list[str]:
+def _resumed(case: _Case, references: _References, tolerance: float, folder: Path) -> list[str]:
+    expected = references[case.reference.name]
     chunk, chain = _built(case)
     with torch.no_grad():
         for param in chunk.parameters():
@@ -234,7 +278,7 @@ def _built(case: _Case) -> tuple[Any, OptimizerChain]:
         "lr": 0.02,
         "weight_decay": 0.1,
         "clip_grad": 1.0,
-        "use_distributed_optimizer": True,
+        "use_distributed_optimizer": case.wrap not in (in_copies, in_fsdp2),
         "log_num_zeros_in_grad": True,
         "muon_fp32_matmul_prec": "highest",
         "matrix_buffer_mb": case.wave_mb,
@@ -242,7 +286,9 @@ def _built(case: _Case) -> tuple[Any, OptimizerChain]:
         "optimizer_cpu_offload": case.off_loads,
         "optimizer_offload_fraction": float(case.off_loads),
     }
-    chain = get_megatron_optimizer(case.config_class(**{**fields, **case.fields}), [chunk])
+    config = case.config_class(**{**fields, **case.fields})
+    with patched([Patch(modes, "assign_teams", _everyone)] if case.in_teams else []):
+        chain = get_megatron_optimizer(config, [chunk])
     if not isinstance(chain, OptimizerChain):
         raise TypeError(f"check() needs an optimizer of this package, not {type(chain).__name__}")
     for group in chain.param_groups:
@@ -358,6 +404,18 @@ def in_zero1(model: nn.Module) -> Any:
     return DistributedDataParallel(model.config, ddp_config, model)
 
 
+def in_copies(model: nn.Module) -> Any:
+    """Store a copy on each rank, as without the distributed optimizer."""
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return DistributedDataParallel(model.config, ddp_config, model)
+
+
+def in_fsdp2(model: nn.Module) -> Any:
+    """Store rows of each parameter as DTensors, as megatron-core's wrapper of torch's FSDP2."""
+    config = TorchFullyShardedDataParallelConfig()
+    return TorchFullyShardedDataParallel(model.config, config, model)
+
+
 def in_rows(model: nn.Module) -> Any:
     """Store any number of rows of each parameter on each rank; norms are copies."""
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
@@ -383,7 +441,9 @@ class _Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1)
+        self.config = TransformerConfig(
+            num_layers=1, hidden_size=16, num_attention_heads=1, cuda_graph_modules=[]
+        )
         self.qkv = nn.Linear(16, 96)
         self.gate_up = nn.Linear(16, 24, bias=False)
         self.tall, self.wide = nn.Linear(16, 40, bias=False), nn.Linear(40, 16)
@@ -405,6 +465,13 @@ def _random(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 _SHAPES = {name: tuple(param.shape) for name, param in _Model().named_parameters()}
+
+
+def _everyone(
+    shapes: Sequence[tuple[int, int]], world_size: int, largest: int, *_: Any
+) -> list[tuple[int, ...]] | None:
+    """Let all ranks share each matrix, which :func:`modes.assign_teams` does for large ones."""
+    return [tuple(range(world_size))] * len(shapes) if largest >= world_size > 1 else None
 
 
 # Memory that must not be used any more
@@ -531,9 +598,11 @@ def _run(ranks: int, function: Callable[..., Any], *args: Any, timeout: float) -
             context.Process(target=_serve, args=(rank, ranks, f"{folder}/store", ours, job))
             for rank, (_, ours) in enumerate(pipes)
         ]
-        for process, (_, ours) in zip(processes, pipes, strict=True):
-            process.start()
-            ours.close()
+        # what new processes import warns before `_serve` runs
+        with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore"):
+            for process, (_, ours) in zip(processes, pipes, strict=True):
+                process.start()
+                ours.close()
         try:
             replies = [_reply(theirs, rank, timeout) for rank, (theirs, _) in enumerate(pipes)]
         finally:
@@ -560,6 +629,9 @@ def _reply(pipe: Any, rank: int, timeout: float) -> tuple[str | None, Any]:
 def _serve(rank: int, ranks: int, store: str, pipe: Any, job: bytes) -> None:
     # a process group of its own, which the parent can end with all its children
     os.setpgid(0, 0)
+    # of upstream, in each process
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     cpu.enable()
     distributed.init_process_group(

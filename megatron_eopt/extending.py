@@ -1,14 +1,17 @@
 """Public names to add a storage or an update rule, and the layer-wise distributed optimizer."""
 
+from megatron_eopt.base.quiet import importing_quietly
 from megatron_eopt.base.renamed import renamed
-from megatron_eopt.config.registry import EmergingOptimizerEntry
-from megatron_eopt.optimizers.muon_rule import MuonRule
-from megatron_eopt.optimizers.update_rule import UpdateRule
-from megatron_eopt.storage.interface import MainShard, Storage
-from megatron_eopt.wrappers.builders import OptimizerBuildContext, register_storage
-from megatron_eopt.wrappers.layer_wise import LayerWiseDistributedOptimizer
-from megatron_eopt.wrappers.parts import build_sharded
-from megatron_eopt.wrappers.replicated import build_replicated
+
+with importing_quietly():
+    from megatron_eopt.config.registry import EmergingOptimizerEntry
+    from megatron_eopt.optimizers.muon_rule import MuonRule
+    from megatron_eopt.optimizers.update_rule import UpdateRule
+    from megatron_eopt.storage.interface import MainShard, Storage
+    from megatron_eopt.wrappers.builders import OptimizerBuildContext, register_storage
+    from megatron_eopt.wrappers.layer_wise import LayerWiseDistributedOptimizer
+    from megatron_eopt.wrappers.parts import build_sharded
+    from megatron_eopt.wrappers.replicated import build_replicated
 
 __all__ = [
     "EmergingOptimizerEntry",

@@ -42,6 +42,8 @@ from megatron_eopt.storage.shard import Shard
 class AdaptiveMuonRule(MuonRule):
     """Adaptive Muon as an update rule; see Note [Where statistics live]."""
 
+    takes_slabs = True
+
     # statistics are written without asking the coefficient, so a step must not begin before the
     # host knows that it is not skipped
     folds_clipping = False
@@ -245,6 +247,7 @@ class NorMuonRule(MatrixMomentRule):
     """NorMuon: divides rows or columns by their root mean squares where a matrix is computed."""
 
     folds_clipping = True
+    takes_slabs = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -308,6 +311,8 @@ class NorMuonRule(MatrixMomentRule):
 
 class NamoRule(MatrixMomentRule):
     """NAMO: scales whole matrices by norms that are known before orthogonalization."""
+
+    takes_slabs = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -139,8 +139,8 @@ def plan_work(
     """Decide where each matrix is computed; a pure function, the same on every rank.
 
     ``ranks`` is their number, or the FLOPs that each has to do anyway. An owner has at most
-    ``wave_bytes`` of matrices in a wave. With ``whole_only``, slabs cannot be computed, so ``auto``
-    shares no matrix. In ``exchange``, up to ``max_ranks_per_matrix`` ranks share one if that is
+    ``wave_bytes`` of matrices in a wave. With ``whole_only``, slabs cannot be computed, so no
+    matrix is shared. In ``exchange``, up to ``max_ranks_per_matrix`` ranks share one if that is
     faster.
     """
     busy = np.zeros(ranks) if isinstance(ranks, int) else ranks
@@ -198,9 +198,13 @@ def _choose_modes(
     if mode in ("blockwise", "duplicated", "exchange"):
         return [cast(_Mode, mode)] * len(storage)
     # all ranks must call the same all-reduces, so each needs a slab
-    shared = {i for i, layout in enumerate(storage) if max(layout.shape) >= world_size}
+    shared = (
+        set()
+        if whole_only
+        else {i for i, layout in enumerate(storage) if max(layout.shape) >= world_size}
+    )
     if mode == "auto":
-        chosen = _most_expensive(storage, costs, world_size, set() if whole_only else shared)
+        chosen = _most_expensive(storage, costs, world_size, shared)
         if chosen is None:
             return ["duplicated"] * len(storage)
         shared = chosen

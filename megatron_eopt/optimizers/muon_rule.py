@@ -80,6 +80,10 @@ class MuonRule(UpdateRule):
 
     reports_updates = True
     folds_clipping = True
+    # whether the `_update` and `_orthogonalize` of this class take slabs of a matrix that several
+    # ranks share, by `reduce`; a class that overrides one of them and does not say so gets whole
+    # matrices
+    takes_slabs = True
     # how many sums :meth:`partial_sums` returns; if any, weights change after all waves
     sums_per_matrix = 0
 
@@ -87,6 +91,8 @@ class MuonRule(UpdateRule):
         self, optimizer: Any, shards: Sequence[Shard], engine_config: EngineConfig
     ) -> None:
         super().__init__(type(optimizer).__name__, shards)
+        if self._needs_whole_matrices():
+            engine_config = replace(engine_config, whole_only=True)
         self.optimizer = optimizer
         self._dtype = engine_config.dtype
         self._scales_of = functools.cache(optimizer.orthogonalization.scales)
@@ -108,6 +114,16 @@ class MuonRule(UpdateRule):
             self._totals = MatrixSums(shards, self.engine.device, self.engine.sharing)
         self._side = SideStream()  # for the directions of the next wave
         self._squares: dict[str, Tensor] = {}  # sums of squares of matrices that are in place
+
+    @classmethod
+    def _needs_whole_matrices(cls) -> bool:
+        """Whether a class computes updates in its own way, and does not say that it takes slabs."""
+        homes = (
+            next(home for home in cls.__mro__ if name in vars(home))
+            for name in (MuonRule._update.__name__, MuonRule._orthogonalize.__name__)
+        )
+        # what a base class says holds for the method of the base class only
+        return not all(vars(home).get("takes_slabs", False) for home in homes)
 
     @functools.cached_property
     def shapes(self) -> list[list[tuple[int, int]]]:
@@ -510,7 +526,15 @@ class MuonRule(UpdateRule):
     def _update(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
     ) -> None:
-        """Replace a stack of directions by updates, in place."""
+        """Replace a stack of directions by updates, in place; a hook for subclasses.
+
+        Args:
+            stack: ``(batch, rows, cols)``; rows are inputs if ``engine.transposed`` says so.
+            matrices: The index of each matrix.
+            reduce: Adds up sums over a matrix's slabs; None if matrices are whole, as they are
+                unless the class that has this method sets :attr:`takes_slabs`.
+            shape: Of a whole matrix.
+        """
         # of the whole matrix, also if this rank has a slab of it
         scales = self._scales_of(self.engine.out_in(matrices[0], shape))
         self._orthogonalize(stack, matrices, reduce, shape, scales)

@@ -1,10 +1,12 @@
 """The public conformance test: our optimizers and storages pass it, and faulty ones fail."""
 
 import functools
+import logging
 
 import pytest
 
-from megatron_eopt import conformance
+from megatron_eopt import TensorParallelMuon, conformance
+from megatron_eopt.extending import EmergingOptimizerEntry, MuonRule
 from tests.harness import run_ranks
 from tests.harness.models import wrap_ddp, wrap_fsdp2
 
@@ -39,3 +41,70 @@ def copied(model):
 )
 def test_our_storages_conform(storage, optimizer, config):
     check(optimizer, {"use_distributed_optimizer": False, **config}, storage=storage)
+
+
+class RowsRule(MuonRule):
+    """Normalizes rows where it is told that matrices are whole."""
+
+    def _update(self, stack, matrices, reduce, shape):
+        super()._update(stack, matrices, reduce, shape)
+        stack.div_(stack.norm(dim=-1, keepdim=True).clamp(min=1e-12))
+
+
+class RowsMuon(TensorParallelMuon):
+    update_rule_class = RowsRule
+
+
+class NormRule(MuonRule):
+    """Divides by the norm of the whole matrix."""
+
+    def _update(self, stack, matrices, reduce, shape):
+        super()._update(stack, matrices, reduce, shape)
+        stack.div_(stack.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-12))
+
+
+class NormMuon(TensorParallelMuon):
+    update_rule_class = NormRule
+
+
+class WrongRows(RowsRule):
+    takes_slabs = True
+    _update = RowsRule._update
+
+
+class WrongRowsMuon(TensorParallelMuon):
+    update_rule_class = WrongRows
+
+
+class WrongNorm(NormRule):
+    takes_slabs = True
+    _update = NormRule._update
+
+
+class WrongNormMuon(TensorParallelMuon):
+    update_rule_class = WrongNorm
+
+
+def entry_of(cls):
+    return EmergingOptimizerEntry(cls, state_layout="matrix_update", prefixes=("muon",))
+
+
+@pytest.mark.parametrize("cls", [RowsMuon, NormMuon])
+def test_an_update_of_whole_matrices_conforms(cls, caplog):
+    with caplog.at_level(logging.INFO, "megatron_eopt"):
+        check(entry_of(cls))
+    text = caplog.records[-1].getMessage()
+    assert text.splitlines() == [
+        f"{cls.__name__} trains on two ranks as on one, also when resumed:",
+        *("  in_zero1", "  in_rows", "  in_fsdp2", "  in_copies"),
+        *("  in_zero1, off-loaded", "  in_zero1, in teams"),
+    ]
+
+
+@pytest.mark.parametrize("cls", [WrongRowsMuon, WrongNormMuon])
+def test_a_rule_that_takes_slabs_for_matrices_fails(cls):
+    with pytest.raises(conformance.ConformanceError) as raised:
+        check(entry_of(cls))
+    lines = str(raised.value).splitlines()
+    assert lines
+    assert all(line.startswith("in_zero1, in teams on 2") for line in lines)

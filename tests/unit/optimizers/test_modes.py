@@ -107,3 +107,9 @@ def test_megatrons_auto_shares_no_matrix_that_its_iteration_cannot():
     big = [rows((8192, 2048), 8)]
     assert plan_work(big, 8, "auto", WAVE).matrices[0].mode == "distributed"
     assert plan_work(big, 8, "auto", WAVE, whole_only=True).matrices[0].mode == "duplicated"
+
+
+def test_a_matrix_that_cannot_be_shared_has_an_owner():
+    big = [rows((8192, 2048), 8)]
+    (work,) = plan_work(big, 8, "distributed", WAVE, whole_only=True).matrices
+    assert work.mode == "exchange"
