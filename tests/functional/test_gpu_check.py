@@ -114,10 +114,10 @@ def test_kernels_that_cannot_be_built_are_not_compared_with_themselves(context, 
         return "no C compiler" if family is passes.KERNELS else None
 
     monkeypatch.setattr(kernels.Family, "fault", fault)
-    found = outcome_of("kernels", replace(context, device="cuda"))
+    found = outcome_of("kernels", replace(context, device="cuda", outcome=Outcome()))
     assert found.problems == [f"{passes.KERNELS.name}: no C compiler"]
     monkeypatch.setenv(kernels.SWITCH, "0")
-    found = outcome_of("kernels", replace(context, device="cuda"))
+    found = outcome_of("kernels", replace(context, device="cuda", outcome=Outcome()))
     assert found.problems == ["MEGATRON_EOPT_KERNELS=0 turns all kernels off"]
 
 
