@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-from megatron_eopt import load_optimizer_config
+from megatron_eopt import checkpoints, load_optimizer_config
 from megatron_eopt.fsdp2 import build_optimizer
 
 VOCABULARY = 257
@@ -114,20 +114,22 @@ def batch(tokens: Tensor, step: int, size: int, length: int) -> tuple[Tensor, Te
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, folder: Path) -> None:
-    """Write weights, optimizer state and the number of steps to a folder of their own."""
+    """Write weights, optimizer state and the number of steps; replaces an older checkpoint.
+
+    torch's ``dcp.save`` alone writes over the files of an older checkpoint, one after another. If
+    it is killed, a later load takes some values from each of them, without an error.
+    """
     weights, state = get_state_dict(model, optimizer)
     saved = {"model": weights, "optimizer": state, "step": step}
-    dcp.save(saved, checkpoint_id=folder / str(step))
+    with checkpoints.replacing(folder) as path:
+        dcp.save(saved, checkpoint_id=path)
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """Load what :func:`save` has written last, and return the number of steps."""
-    whole = list(folder.glob("*/.metadata"))  # this file is written at the end of a save
-    if not whole:
-        raise SystemExit(f"--checkpoint {folder}: contains no checkpoint.")
     weights, state = get_state_dict(model, optimizer)
     saved = {"model": weights, "optimizer": state, "step": 0}
-    dcp.load(saved, checkpoint_id=max(whole, key=os.path.getmtime).parent)
+    dcp.load(saved, checkpoint_id=checkpoints.checked(folder))
     set_state_dict(
         model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
     )
@@ -199,7 +201,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--stop", type=int, help="step after which to save and stop earlier")
     parser.add_argument(
-        "--checkpoint", type=Path, default=Path("runs/fsdp2"), help="folder of saves"
+        "--checkpoint", type=Path, default=Path("runs/fsdp2"), help="folder of the checkpoint"
     )
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))

@@ -1,36 +1,75 @@
-"""Load optimizer state at any parallel layout, also if another optimizer wrote the checkpoint.
+"""Save checkpoints so that none is lost or mixed, and load them at any parallel layout.
 
-All files are checked before a load. :func:`save` lets a load also tell files of another save.
+Optimizer state loads also if another optimizer wrote it. All files are checked before a load.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import serialization
 
-from megatron_eopt.base.agreement import CheckpointError
-from megatron_eopt.checkpoint.files import check_all, note_fingerprints
+from megatron_eopt.base.agreement import CheckpointError, from_rank_0
+from megatron_eopt.checkpoint.guard.files import check
+from megatron_eopt.checkpoint.guard.saves import (
+    absolute,
+    begin,
+    collecting_errors,
+    replacing,
+    whole,
+)
 from megatron_eopt.checkpoint.matching import match
 from megatron_eopt.optimizers.continuation import Policy
 
-__all__ = ["CheckpointError", "load", "save"]
+__all__ = ["CheckpointError", "checked", "load", "replacing", "save"]
 
 
 def save(sharded_state_dict: dict[str, Any], folder: str | Path, **kwargs: Any) -> Any:
     """Save a checkpoint; replaces ``dist_checkpointing.save``, with the same arguments.
 
-    A small file more, ``fingerprints.json``, says which files belong together.
+    It replaces what the folder has when all is written, as :func:`replacing` does.
 
     Returns:
         None, or the request of an asynchronous save.
+
+    Raises:
+        CheckpointError: If the folder does not exist, its disk is full, or another run saves to it.
     """
-    request = serialization.save(sharded_state_dict, str(folder), **kwargs)
-    if request is None:
-        note_fingerprints(Path(folder))
-    else:
-        request.add_finalize_fn(lambda: note_fingerprints(Path(folder)))
+    from_rank_0(lambda: _check_exists(absolute(folder)))
+    if not kwargs.get("async_sharded_save"):
+        with replacing(folder) as path:
+            serialization.save(sharded_state_dict, str(path), **kwargs)
+        return None
+    unfinished = begin(folder)
+    with collecting_errors():
+        request = serialization.save(sharded_state_dict, str(unfinished.path), **kwargs)
+    request.finalize_fns[:] = [partial(unfinished.finish_after, list(request.finalize_fns))]
     return request
+
+
+def _check_exists(folder: Path) -> None:
+    if not whole(folder).is_dir():
+        raise CheckpointError("save", str(folder), "does not exist", "Create this folder first")
+
+
+def checked(folder: str | Path, *, every_byte: bool = False) -> Path:
+    """Return the path to load a checkpoint from, when its files are checked; collective.
+
+    Args:
+        folder: Folder of the checkpoint, as passed to :func:`replacing`.
+        every_byte: Whether to read all tensors and compare them with the checksums that torch has
+            saved; otherwise changed values in a large file are not noticed.
+
+    Returns:
+        ``folder``, or where its content is if a kill has left a save unfinished.
+
+    Raises:
+        CheckpointError: If a file is missing, damaged or of another save.
+    """
+    place = from_rank_0(lambda: whole(Path(folder)))
+    check(place, every_byte=every_byte)
+    return place
 
 
 def load(
@@ -63,7 +102,7 @@ def load(
         CheckpointError: If a file of the checkpoint is missing, damaged or of another save.
         ConfigurationError: If state is missing, or starts fresh in an optimizer that has stepped.
     """
-    check_all(Path(folder))
+    folder = checked(folder)
     # before the load, which fails for a key that the checkpoint lacks
-    match(sharded_state_dict, Path(folder), Policy(frozenset(fresh), momentum_from_adam))
+    match(sharded_state_dict, folder, Policy(frozenset(fresh), momentum_from_adam))
     return serialization.load(sharded_state_dict, str(folder), **kwargs)

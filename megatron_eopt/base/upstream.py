@@ -49,8 +49,10 @@ _NAMES: dict[str, str] = {
     "megatron.training.async_utils": "schedule_async_save maybe_finalize_async_save",
     "megatron.training.checkpointing": "read_metadata load_checkpoint save_checkpoint "
     "_load_global_dist_base_checkpoint _get_checkpoint_format get_checkpoint_name "
+    "get_checkpoint_tracker_filename "
     "get_load_checkpoint_path_by_args handle_swiglu_in_state_dict _load_base_checkpoint "
     "_maybe_setup_gpt_to_hybrid_load",
+    "megatron.training.wandb_utils": "on_save_checkpoint_success",
     "emerging_optimizers.orthogonalized_optimizers.muon_utils": "_COEFFICIENT_SETS "
     "get_coefficient_iterator newton_schulz newton_schulz_step_tsyrk",
     "emerging_optimizers.triton_kernels": "HAS_TRITON_340",

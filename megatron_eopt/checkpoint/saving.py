@@ -1,8 +1,12 @@
-"""Wrappers of Megatron-LM's saving functions: what a save replaces stays until it has finished."""
+"""Wrappers of Megatron-LM's saving functions: a checkpoint is replaced when all is written."""
 
 import inspect
 import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +15,59 @@ from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron_eopt.base.agreement import from_rank_0
 from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.base.wrapping import Function, around
-from megatron_eopt.checkpoint.files import note_fingerprints
-from megatron_eopt.checkpoint.unfinished import begin, finish
+from megatron_eopt.checkpoint.files import TRACKER
+from megatron_eopt.checkpoint.guard.saves import (
+    Save,
+    absolute,
+    begin,
+    collecting_errors,
+    naming_full_disk,
+)
 
-_saving: ContextVar[Path | None] = ContextVar("_saving", default=None)
-"""The folder that the trainer is about to write."""
+_saving: ContextVar[Save | None] = ContextVar("_saving", default=None)
+"""The save in the trainer's saving function, or in the last steps of an asynchronous one."""
 
-_unfinished: set[Path] = set()
-"""Folders of asynchronous saves in progress."""
+_later: dict[Path, Save] = {}
+"""Asynchronous saves in progress, by folder."""
 
 
 @around
 def replacing_a_folder(original: Function, *values: Any, **kwargs: Any) -> Any:
-    """Save to a new folder, and replace the old one of this iteration when all is written."""
+    """Save to a new folder, and replace the one of this iteration when all is written."""
     asked = inspect.signature(original).bind(*values, **kwargs)
     asked.apply_defaults()
     folder = _folder_of(asked.arguments)
     if folder is None:
         return original(*values, **kwargs)
-    # an asynchronous save still writes to the folder that is about to be set aside
-    if folder in _unfinished:
+    # its folder is locked by this process, which would not notice
+    if folder in _later:
         require_upstream("maybe_finalize_async_save")(blocking=True)
-        _unfinished.discard(folder)
-    # one rank renames; the others wait, since they write to the folder next
-    from_rank_0(lambda: begin(folder))
-    token = _saving.set(folder)
+    save = begin(folder)
+    with _in(save), collecting_errors() as errors:
+        # an error may be on this rank alone, so that no collective may follow
+        result = naming_full_disk(folder, lambda: original(*values, **kwargs))
+    # a synchronous save; an asynchronous one has registered ``_finish_later``
+    if folder not in _later:
+        save.finish(errors)
+    return result
+
+
+@contextmanager
+def _in(save: Save) -> Iterator[None]:
+    """In a block, let the trainer write a copy of its tracker file: a full disk empties it."""
+    from_rank_0(lambda: naming_full_disk(save.folder, lambda: _copy_tracker(save)))
+    token = _saving.set(save)
     try:
-        result = original(*values, **kwargs)
+        yield
     finally:
         _saving.reset(token)
-    # a synchronous save; an asynchronous one has registered ``_finish``
-    if folder not in _unfinished:
-        _finish(folder)
-    return result
+
+
+def _copy_tracker(save: Save) -> None:
+    tracker = save.folder.with_name(TRACKER)
+    # the trainer also reads it, to delete the iteration before
+    if tracker.exists() and not save.is_in_place:
+        shutil.copy(tracker, save.path.with_name(TRACKER))
 
 
 def _folder_of(asked: dict[str, Any]) -> Path | None:
@@ -60,22 +84,48 @@ def _folder_of(asked: dict[str, Any]) -> Path | None:
     if MultiStorageClientFeature.is_enabled():
         return None
     name = require_upstream("get_checkpoint_name")
-    return Path(name(place, asked["iteration"], asked["release"], return_base_dir=True))
+    return absolute(name(place, asked["iteration"], asked["release"], return_base_dir=True))
 
 
 @around
 def finishing_later(original: Function, request: Any) -> Any:
-    """Let an asynchronous save replace the old folder when all ranks have written their files."""
-    folder = _saving.get()
+    """Let an asynchronous save replace the folder when all ranks have written their files."""
+    save = _saving.get()
     # a request for something else that is written meanwhile has passed its functions on
-    if folder is not None and request.finalize_fns:
-        _unfinished.add(folder)
-        # the last function of the request, after that which writes the tracker file
-        request.add_finalize_fn(lambda: _finish(folder))
+    if save is not None and request.finalize_fns:
+        _later[save.folder] = save
+        request.finalize_fns[:] = [partial(_finish_later, save, list(request.finalize_fns))]
     return original(request)
 
 
-def _finish(folder: Path) -> None:
-    _unfinished.discard(folder)
-    note_fingerprints(folder)
-    from_rank_0(lambda: finish(folder))
+def _finish_later(save: Save, steps: Sequence[Callable[[], Any]]) -> None:
+    del _later[save.folder]
+    with _in(save):
+        save.finish_after(steps)
+
+
+def written_to(folder: str) -> str:
+    """Return where the trainer must write what belongs into a folder."""
+    save = _saving.get()
+    return str(save.path) if save is not None and absolute(folder) == save.folder else folder
+
+
+@around
+def with_a_copy_of_the_tracker(original: Function, checkpoints_path: str) -> str:
+    """In a save, name the copy of the tracker file, which is put in place with the checkpoint."""
+    name: str = original(checkpoints_path)
+    save = _saving.get()
+    if save is None or absolute(name) != save.folder.with_name(TRACKER):
+        return name
+    return str(save.path.with_name(TRACKER))
+
+
+@around
+def when_it_is_in_place(original: Function, folder: str, tracker: str, *rest: Any) -> Any:
+    """Tell W&B of a checkpoint when it is in its folder."""
+    save = _saving.get()
+    if save is None:
+        return original(folder, tracker, *rest)
+    names = str(save.folder), str(save.folder.with_name(TRACKER))
+    save.afterwards.append(lambda: original(*names, *rest))
+    return None

@@ -24,17 +24,25 @@ from megatron_eopt.checkpoint.buckets import BY_BUCKET
 from megatron_eopt.checkpoint.catalogue import read_catalogue
 from megatron_eopt.checkpoint.files import (
     METADATA,
-    check_all,
-    check_rank_has_file,
-    check_tracked,
+    RANK_FILE,
+    TRACKER,
     damaged,
     forget_metadata,
+    form_of,
     read_common_state,
+    read_tracker,
 )
 from megatron_eopt.checkpoint.gpt_layers import forget_layers, noting_layers
+from megatron_eopt.checkpoint.guard.files import check, is_complete
+from megatron_eopt.checkpoint.guard.saves import whole
 from megatron_eopt.checkpoint.matching import match
-from megatron_eopt.checkpoint.saving import finishing_later, replacing_a_folder
-from megatron_eopt.checkpoint.unfinished import complete_folder, read_tracker
+from megatron_eopt.checkpoint.saving import (
+    finishing_later,
+    replacing_a_folder,
+    when_it_is_in_place,
+    with_a_copy_of_the_tracker,
+    written_to,
+)
 from megatron_eopt.checkpoint.vocabulary import keeping_padding
 from megatron_eopt.optimizers.continuation import Policy, in_other_buckets, log_notes
 from megatron_eopt.optimizers.saved_groups import find_group, kind_of_group
@@ -53,8 +61,10 @@ def trainer_rebindings() -> Rebindings:
     """
     wrappers = {
         "load_checkpoint": _checked_load,
-        "get_checkpoint_name": _in_the_complete_folder,
+        "get_checkpoint_name": _in_the_right_folder,
+        "get_checkpoint_tracker_filename": with_a_copy_of_the_tracker,
         "save_checkpoint": replacing_a_folder,
+        "on_save_checkpoint_success": when_it_is_in_place,
         "schedule_async_save": finishing_later,
         "_load_global_dist_base_checkpoint": _matching_torch_dist,
         "_load_base_checkpoint": _matching_fsdp_dtensor,
@@ -163,22 +173,31 @@ def _reading(args: Any) -> Iterator[None]:
 
 
 @around
-def _in_the_complete_folder(original: Function, *values: Any, **kwargs: Any) -> Any:
-    """In a load, name the folder that has the complete content of an iteration."""
+def _in_the_right_folder(original: Function, *values: Any, **kwargs: Any) -> Any:
+    """Name the folder that has the whole content of an iteration, or that a save writes."""
     name = original(*values, **kwargs)
-    # a save asks for names, too, and must get the folder that it is about to write
-    if _read.get() is None:
-        return name
     asked = inspect.signature(original).bind(*values, **kwargs).arguments
     keys = ("checkpoints_path", "iteration", "release")
     folder = original(**{key: asked[key] for key in keys if key in asked}, return_base_dir=True)
-    return str(complete_folder(Path(folder)) or folder) + name.removeprefix(folder)
+    place = written_to(folder) if _read.get() is None else str(whole(Path(folder)))
+    return place + name.removeprefix(folder)
 
 
 def _check_tracked(folder: str | None, args: Any) -> None:
     """Refuse to start anew beside complete checkpoints; collective."""
     if folder is not None and _read.get() is not None and not getattr(args, "ckpt_step", None):
-        from_rank_0(lambda: check_tracked(Path(folder)))
+        from_rank_0(lambda: _check_tracker(Path(folder)))
+
+
+def _check_tracker(folder: Path) -> None:
+    tracker = folder / TRACKER
+    if tracker.exists():
+        return
+    latest = next(filter(is_complete, sorted(folder.glob("iter_*"), reverse=True)), None)
+    if latest is not None:
+        rule = f"does not exist, but {latest.name} is a complete checkpoint"
+        hint = "Write its number into this file, pass --ckpt-step, or load from another folder"
+        raise CheckpointError("checkpoint", str(tracker), rule, hint)
 
 
 def _check_files(folder: Path) -> None:
@@ -186,12 +205,19 @@ def _check_files(folder: Path) -> None:
     read = _read.get()
     if read is None or folder in read.checked:
         return
-    files = check_all(folder)
-    if files.form == "torch" and parallel_state.model_parallel_is_initialized():
+    check(folder)
+    if form_of(folder) == "torch" and parallel_state.model_parallel_is_initialized():
         # the name of this rank's folder does not depend on the iteration, so 0 will do
         own = Path(require_upstream("get_checkpoint_name")(folder.parent, 0)).parent.name
-        raise_together(lambda: check_rank_has_file(folder / own))
+        raise_together(lambda: _check_rank_has_file(folder / own))
     read.checked.add(folder)
+
+
+def _check_rank_has_file(folder: Path) -> None:
+    if not (folder / RANK_FILE).exists():
+        rule = "does not exist, and format torch loads only at the layout that wrote it"
+        hint = "Load at that layout, then save with --ckpt-format torch_dist"
+        raise CheckpointError("checkpoint", str(folder / RANK_FILE), rule, hint)
 
 
 @contextmanager

@@ -26,8 +26,14 @@ from megatron_eopt.base.agreement import CheckpointError, gather_unique
 from megatron_eopt.base.log import inform
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint.catalogue import Shapes
-from megatron_eopt.checkpoint.files import CONFIG, read_common_state
-from megatron_eopt.checkpoint.unfinished import TRACKER, complete_folder, folder_name, read_tracker
+from megatron_eopt.checkpoint.files import (
+    CONFIG,
+    TRACKER,
+    folder_name,
+    read_common_state,
+    read_tracker,
+)
+from megatron_eopt.checkpoint.guard.saves import whole
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +72,8 @@ def _saved_args(folder: str, args: Any) -> Any:
         return None
     try:
         step = getattr(args, "ckpt_step", None) or read_tracker(Path(folder, TRACKER))
-        place = complete_folder(Path(folder, folder_name(step)))
-        if place is None or not (place / CONFIG).exists():
+        place = whole(Path(folder, folder_name(step)))
+        if not (place / CONFIG).exists():
             return None
         return read_common_state(place).get("args", Namespace())
     except (CheckpointError, FileNotFoundError):

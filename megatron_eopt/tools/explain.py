@@ -20,15 +20,14 @@ from megatron_eopt.base.names import MOMENT2
 from megatron_eopt.checkpoint.catalogue import Catalogue, Saved, read_catalogue
 from megatron_eopt.checkpoint.files import (
     RANK_FILE,
-    check_all,
-    read_rank_file,
-)
-from megatron_eopt.checkpoint.unfinished import (
     TRACKER,
-    complete_folder,
     folder_name,
+    form_of,
+    read_rank_file,
     read_tracker,
 )
+from megatron_eopt.checkpoint.guard.files import check
+from megatron_eopt.checkpoint.guard.saves import whole
 from megatron_eopt.optimizers.saved_groups import optimizers_of, saved_groups, saved_steps
 
 _LOADS = {
@@ -102,10 +101,10 @@ def explain(path: str | Path) -> Summary:
         ConfigurationError: If the folder has no complete checkpoint, or a file is damaged.
     """
     folder = _folder_in(Path(path))
-    files = check_all(folder)
-    contents = Summary(str(folder), files.form)
-    if files.form == "torch":
-        common: Mapping[str, Any] = read_rank_file(files.ranks[0] / RANK_FILE)
+    check(folder)
+    contents = Summary(str(folder), form_of(folder))
+    if contents.format == "torch":
+        common: Mapping[str, Any] = read_rank_file(min(folder.glob("mp_rank_*")) / RANK_FILE)
     else:
         catalogue = read_catalogue(folder)
         contents.format, common = catalogue.form, catalogue.common
@@ -135,11 +134,11 @@ def _folder_in(path: Path) -> Path:
     if (tracker := path / TRACKER).exists():
         name = folder_name(read_tracker(tracker))
         path = path / name
-        if not path.is_dir() and complete_folder(path) == path:
+        if not whole(path).is_dir():
             raise _broken(path.parent, f"its {TRACKER} names {name}, which does not exist")
     elif any(path.glob("iter_*")):
         raise _broken(path, f"lacks {TRACKER}, so no save to this folder has finished")
-    return complete_folder(path) or path
+    return whole(path)
 
 
 def _note_optimizer(contents: Summary, state: Any) -> None:

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.checkpoint.fingerprints import FINGERPRINTS
+from megatron_eopt.checkpoint.guard.files import LIST
 from megatron_eopt.tools.explain import TRACKER, explain
 from tests.functional.formats import FORMATS, parameters
 from tests.functional.script import TINY, _run_once, losses, train
@@ -49,12 +49,12 @@ def faults_in(run: Path) -> Iterator[tuple[set[str], str, Callable[[Path], objec
         own = path.relative_to(run)
         for name, damage in DAMAGES.items():
             # a checkpoint of megatron-core alone has no fingerprints
-            if (path.name, name) != (FINGERPRINTS, "missing"):
+            if (path.name, name) != (LIST, "missing"):
                 yield {path.name}, name, lambda copy, own=own, damage=damage: damage(copy / own)
     for path in files:
         name, other = path.relative_to(folder), run / "iter_0000001" / path.relative_to(folder)
         # with those of another save, all files are as if a program had written them anew
-        if other.read_bytes() != path.read_bytes() and path.name != FINGERPRINTS:
+        if other.read_bytes() != path.read_bytes() and path.name != LIST:
             to, found = path.relative_to(run), {path.name}
             yield found, "foreign", lambda copy, to=to, other=other: shutil.copy(other, copy / to)
     for pair in itertools.combinations(files, 2):

@@ -124,6 +124,24 @@ def test_modules_of_a_package_do_not_import_each_other_in_circles(package):
     assert not graph, f"a circle among {sorted(graph)}"
 
 
+GUARD = f"{PACKAGE}.checkpoint.guard"
+KNOW_THE_GUARD = {f"checkpoint/{name}.py" for name in ("saving", "trainer", "vocabulary")}
+KNOW_THE_GUARD |= {"checkpoints.py", "tools/explain.py"}
+
+
+def test_the_guard_stands_beside_the_rest():
+    """It knows files, not optimizers; and only what saves or loads whole checkpoints knows it."""
+    inside = {
+        place: tree for place, tree in SOURCES.items() if place.startswith("checkpoint/guard/")
+    }
+    known = ("base", "checkpoint.files", "checkpoint.guard")
+    allowed = tuple(f"{PACKAGE}.{name}" for name in known)
+    ours = {n for tree in inside.values() for n in modules(tree) if n.startswith(PACKAGE)}
+    assert not {name for name in ours if not name.startswith(allowed)}
+    users = {p for p, tree in SOURCES.items() if any(n.startswith(GUARD) for n in modules(tree))}
+    assert users - set(inside) == KNOW_THE_GUARD
+
+
 @pytest.mark.parametrize("place", [p for p in SOURCES if top_of(p) in KNOW_NO_MEGATRON])
 def test_the_lower_layers_know_no_megatron(place):
     if place not in MAY_NAME_MEGATRON:

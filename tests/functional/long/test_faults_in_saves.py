@@ -8,6 +8,7 @@ import errno
 import hashlib
 import itertools
 import os
+import re
 import resource
 import shutil
 import signal
@@ -63,7 +64,7 @@ def command(flags: list[str], folder: Path) -> list[str]:
     return [*TINY, *flags, "--train-iters", "4", *saving]
 
 
-def watching(folder: Path, act: Callable[[Place], None]) -> Callable[[], None]:
+def watching(folder: Path, act: Callable[[Place, Path], object]) -> Callable[[], None]:
     """Call ``act`` before each operation of this rank in the save; return what ends this."""
     rank, is_on = distributed.get_rank(), [True]
 
@@ -75,7 +76,9 @@ def watching(folder: Path, act: Callable[[Place], None]) -> Callable[[], None]:
         # what is renamed may have a random name then
         path = str(args[0]).removeprefix(f"{folder}/")
         if ITERATION in path or (path == TRACKER and (folder / ITERATION).exists()):
-            act(Place(rank, event, path))
+            # so has the folder that a save writes
+            known = re.sub(r"(new|old)\.[0-9a-f]{32}", r"\1", path)
+            act(Place(rank, event, known), folder / path)
 
     sys.addaudithook(hook)
     return is_on.clear
@@ -84,7 +87,7 @@ def watching(folder: Path, act: Callable[[Place], None]) -> Callable[[], None]:
 def places_of(flags: list[str], folder: Path) -> tuple[list[Place], str]:
     """Save undisturbed; return this rank's operations, and the output."""
     found: dict[Place, None] = {}
-    end = watching(folder, lambda place: found.setdefault(place))
+    end = watching(folder, lambda place, _: found.setdefault(place))
     try:
         printed = _run_once(command(flags, folder))
     finally:
@@ -104,13 +107,12 @@ class Fault:
     kind: str
 
 
-def inflict(fault: Fault, folder: Path, process: int) -> None:
-    place = fault.place
+def inflict(fault: Fault, path: Path, process: int) -> None:
     if fault.kind in ERRORS:
-        if place.event == "open":
+        if fault.place.event == "open":
             # a full disk has room for a name
-            os.close(os.open(folder / place.path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY))
-        raise OSError(ERRORS[fault.kind], os.strerror(ERRORS[fault.kind]), place.path)
+            os.close(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY))
+        raise OSError(ERRORS[fault.kind], os.strerror(ERRORS[fault.kind]), str(path))
     if fault.kind == LONG_FILES:
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
@@ -124,9 +126,9 @@ def inflict(fault: Fault, folder: Path, process: int) -> None:
 def suffer(flags: list[str], folder: Path, fault: Fault) -> None:
     left, process = itertools.count(0, -1), os.getpid()
 
-    def act(place: Place) -> None:
+    def act(place: Place, path: Path) -> None:
         if place == fault.place and next(left) == 0:
-            inflict(fault, folder, process)
+            inflict(fault, path, process)
 
     end = watching(folder, act)
     try:

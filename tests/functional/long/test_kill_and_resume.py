@@ -176,11 +176,9 @@ def end(processes: list[psutil.Process]) -> None:
 def unfinished(folder: Path) -> dict[str, int]:
     """Return when the folders of unfinished checkpoints were last changed, by name."""
     found = {}
-    for path in folder.glob("iter_*"):
+    for path in folder.glob("unfinished.iter_*/new.*"):
         with contextlib.suppress(FileNotFoundError):
-            # megatron-core writes it last
-            if not (path / "metadata.json").exists():
-                found[path.name] = path.stat().st_mtime_ns
+            found[path.name] = path.stat().st_mtime_ns
     return found
 
 

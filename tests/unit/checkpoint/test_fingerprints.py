@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 
 from megatron_eopt import checkpoints
 from megatron_eopt.base.agreement import CheckpointError
-from megatron_eopt.checkpoint.fingerprints import FINGERPRINTS, fingerprint
+from megatron_eopt.checkpoint.guard.files import LIST, fingerprint
 from tests.harness import run_ranks
 from tests.unit.checkpoint.test_pieces import Training
 
@@ -54,6 +55,23 @@ def test_all_slices_count(tmp_path):
     assert len({of(values) for values in different}) == len(different)
 
 
+def test_a_changed_value_is_found_if_every_byte_is_read(tmp_path):
+    folder, tensors = tmp_path / "model", {"a": torch.ones(9000), "b": torch.ones(9000)}
+    with checkpoints.replacing(folder) as path:
+        dcp.save(tensors, checkpoint_id=path, no_dist=True)
+    (file,) = folder.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    for place in (20_000, 60_000):
+        content[place] ^= 1
+        file.write_bytes(content)
+        assert checkpoints.checked(folder) == folder
+        with pytest.raises(CheckpointError, match=file.name):
+            checkpoints.checked(folder, every_byte=True)
+        content[place] ^= 1
+    file.write_bytes(content)
+    assert checkpoints.checked(folder, every_byte=True) == folder
+
+
 def load_mixed(first: Path, second: Path, delayed: bool) -> list[tuple[str, str]]:
     """Save twice, load with each file of the other save, then as it was; return the errors."""
     training = Training(True, "muon")
@@ -68,7 +86,7 @@ def load_mixed(first: Path, second: Path, delayed: bool) -> list[tuple[str, str]
             request.execute_sync()
     errors = []
     weights = training.weights
-    for name in sorted(path.name for path in first.iterdir() if path.name != FINGERPRINTS):
+    for name in sorted(path.name for path in first.iterdir() if path.name != LIST):
         mixed = first.with_name(f"with {name}")
         if torch.distributed.get_rank() == 0:
             shutil.copytree(first, mixed)
@@ -83,7 +101,7 @@ def load_mixed(first: Path, second: Path, delayed: bool) -> list[tuple[str, str]
     assert all(torch.equal(weights[name], now) for name, now in training.weights.items())
     # a program without this package has saved the whole checkpoint anew
     if torch.distributed.get_rank() == 0:
-        shutil.copy(first / FINGERPRINTS, second)
+        shutil.copy(first / LIST, second)
     torch.distributed.barrier()
     checkpoints.load(training.state(is_loading=True), second)
     checkpoints.load(training.state(is_loading=True), first)

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,21 +10,18 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_eopt.base.agreement import CheckpointError
-from megatron_eopt.checkpoint.unfinished import (
-    TRACKER,
-    begin,
-    complete_folder,
-    finish,
-    folder_name,
-    mend_tracker,
-    read_tracker,
-)
+from megatron_eopt.checkpoint import saving
+from megatron_eopt.checkpoint.files import TRACKER, folder_name, read_tracker
+from megatron_eopt.checkpoint.guard import saves
+from megatron_eopt.checkpoint.guard.files import check
+from megatron_eopt.checkpoint.guard.saves import begin, replacing, whole
 from tests.harness import run_ranks
 from tests.harness.long_results import record_faults
-
-FILES = ("rank 0", "rank 1", "metadata")
 
 
 class KilledError(BaseException):
@@ -43,14 +41,21 @@ def killed_after(count: int) -> Iterator[None]:
 
         return run
 
-    names = ("rename", "rmdir", "unlink", "mkdir")
+    names = ("rename", "replace", "rmdir", "unlink", "mkdir")
     operations = {name: counted(getattr(Path, name)) for name in names}
     operations["write_text"] = _empty_it_first(counted)
     with (
         mock.patch.multiple(Path, **operations),
         mock.patch.object(shutil, "rmtree", counted(_remove_a_part_first(counted))),
+        mock.patch.object(shutil, "copy2", counted(_copy_a_part_first(counted))),
     ):
-        yield
+        try:
+            yield
+        except KilledError:
+            # the system does this when the process has ended
+            while saves._locks:
+                os.close(saves._locks.popitem()[1])
+            raise
 
 
 def _empty_it_first(counted: Callable[..., Callable[..., object]]) -> Callable[..., object]:
@@ -69,94 +74,126 @@ def _remove_a_part_first(counted: Callable[..., Callable[..., object]]) -> Calla
     remove = shutil.rmtree
 
     def run(folder: Path, **_: object) -> None:
-        if (folder / FILES[0]).exists():
-            counted(Path.unlink)(folder / FILES[0])
+        for path in sorted(folder.rglob("*.distcp"))[:1]:
+            counted(Path.unlink)(path)
         remove(folder, ignore_errors=True)
 
     return run
 
 
-def save(folder: Path, content: str, files: tuple[str, ...] = FILES) -> None:
+def _copy_a_part_first(counted: Callable[..., Callable[..., object]]) -> Callable[..., object]:
+    copy = shutil.copy2
+
+    def run(source: Path, folder: Path) -> None:
+        (folder / source.name).touch()
+        counted(copy)(source, folder)
+
+    return run
+
+
+OLDER, OLD, NEW, NEWER, NEWEST = range(5)
+OTHERS = {"tokenizer.json"}
+"""What a user keeps in the folder."""
+
+
+def write(folder: Path, content: int, files: int = 1) -> None:
+    """Write a checkpoint, the tensors of several ranks if there are more files."""
+    writer = dcp.FileSystemWriter(folder, thread_count=files)
+    values = {f"weight{number}": torch.full((300,), float(content)) for number in range(files)}
+    try:
+        dcp.save(values, storage_writer=writer, no_dist=True)
+    except CheckpointException as error:
+        raise KilledError from error
+
+
+def save(folder: Path, content: int, files: int = 1) -> None:
     """Save as the trainer does."""
-    begin(folder)
-    folder.mkdir(parents=True)
-    for name in files:
-        (folder / name).write_text(content)
-    folder.with_name(TRACKER).write_text(str(int(folder.name[5:])))
-    finish(folder)
+    unfinished = begin(folder)
+    write(unfinished.path, content, files)
+    unfinished.path.with_name(TRACKER).write_text(str(int(folder.name[5:])))
+    unfinished.finish()
 
 
-def loaded(folder: Path) -> str | None:
+def loaded(folder: Path) -> int | None:
     """Return the content that a run would load; fails if it is not complete."""
-    mend_tracker(folder.parent)
-    found = complete_folder(folder)
-    if found is None or not found.exists():
+    found = whole(folder)
+    if not found.exists():
         return None
-    assert {path.name for path in found.iterdir()} == {*FILES}
-    (content,) = {path.read_text() for path in found.iterdir()}
-    return content
+    check(found)
+    values = {"weight0": torch.zeros(300)}
+    dcp.load(values, checkpoint_id=found, no_dist=True)
+    (content,) = set(values["weight0"].tolist())
+    return int(content)
 
 
-@pytest.mark.parametrize("before", [(), ("old",), ("older", "old")], ids=len)
+@pytest.mark.parametrize("before", [(), (OLD,), (OLDER, OLD)], ids=len)
 def test_a_kill_leaves_the_old_content_or_the_new_one(tmp_path, before):
-    for count in range(100):
+    for count in range(200):
         folder = tmp_path / str(count) / "iter_0000002"
         for content in before:
             save(folder, content)
+        if before:
+            (folder / "tokenizer.json").write_text("kept")
         try:
             with killed_after(count):
-                save(folder, "new")
+                save(folder, NEW)
         except KilledError:
-            assert loaded(folder) in {"old" if before else None, "new"}
+            assert loaded(folder) in {OLD if before else None, NEW}
             # killed again, at the same moment
-            with pytest.raises(KilledError), killed_after(count):
-                save(folder, "newer")
-            assert loaded(folder) in {"old" if before else None, "new", "newer"}
-            save(folder, "newest")
+            with contextlib.suppress(KilledError), killed_after(count):
+                save(folder, NEWER)
+            assert loaded(folder) in {OLD if before else None, NEW, NEWER}
+            save(folder, NEWEST)
         else:
-            assert count > len(FILES)
+            assert count > 10
             break
-        assert loaded(folder) == "newest"
+        assert loaded(folder) == NEWEST
         assert {path.name for path in folder.parent.iterdir()} == {folder.name, TRACKER}
-    assert loaded(folder) == "new"
+        if before:
+            assert (folder / "tokenizer.json").read_text() == "kept"
+    assert loaded(folder) == NEW
 
 
 def test_the_tracker_names_a_complete_checkpoint_at_any_moment(tmp_path):
-    contents = {"iter_0000001": "old", "iter_0000002": "new"}
-    for count in range(100):
+    contents = {"iter_0000001": OLD, "iter_0000002": NEW}
+    for count in range(200):
         run = tmp_path / str(count)
-        save(run / "iter_0000001", "old")
+        save(run / "iter_0000001", OLD)
         with contextlib.suppress(KilledError), killed_after(count):
-            save(run / "iter_0000002", "new")
+            save(run / "iter_0000002", NEW)
             break
-        mend_tracker(run)
         named = run / folder_name(read_tracker(run / TRACKER))
         assert loaded(named) == contents[named.name]
-    assert count > len(FILES)
+        # nothing stays of the killed save when the run has gone past it
+        save(run / "iter_0000003", NEWER)
+        assert not list(run.glob("unfinished.*"))
+    assert count > 10
 
 
 def save_here(folder: Path) -> str:
     try:
-        save(folder, "of another run")
+        save(folder, NEWER)
     except CheckpointError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize("before", [(), ("old",)], ids=len)
+@pytest.mark.parametrize("before", [(), (OLD,)], ids=len)
 def test_another_run_cannot_save_the_same_iteration_meanwhile(tmp_path, before, record_property):
     folder = tmp_path / "iter_0000002"
     for content in before:
         save(folder, content)
     begin(folder)
-    folder.mkdir()
-    error = run_ranks(1, save_here, folder)[0]
-    assert error.startswith(f"save='{tmp_path}': is a folder to which another process is saving")
-    assert loaded(folder) == ("old" if before else None)
+    errors = run_ranks(2, save_here, folder)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith(
+        f"save='{tmp_path}': is a folder to which another process is saving"
+    )
+    assert loaded(folder) == (OLD if before else None)
     # other iterations, and this one after a failed save of the same process
     assert not run_ranks(1, save_here, tmp_path / "iter_0000004")[0]
-    save(folder, "new")
-    assert loaded(folder) == "new"
+    save(folder, NEW)
+    assert loaded(folder) == NEW
     assert not run_ranks(1, save_here, folder)[0]
     outcome = {"the second one stopped on all ranks, nothing changed": 1}
     record_faults("two runs save the same iteration to one folder", outcome, record_property)
@@ -164,18 +201,81 @@ def test_another_run_cannot_save_the_same_iteration_meanwhile(tmp_path, before, 
 
 def test_files_of_more_ranks_are_not_mixed_with_new_ones(tmp_path):
     folder = tmp_path / "iter_0000002"
-    save(folder, "of more ranks", (*FILES, "rank 2"))
-    save(folder, "new")
-    assert loaded(folder) == "new"
+    save(folder, OLD, files=3)
+    assert len(list(folder.glob("*.distcp"))) == 3
+    save(folder, NEW)
+    assert loaded(folder) == NEW
+    assert len(list(folder.glob("*.distcp"))) == 1
 
 
 def test_a_linked_folder_keeps_its_files(tmp_path):
-    save(tmp_path / "elsewhere" / "iter_0000002", "old")
+    save(tmp_path / "elsewhere" / "iter_0000002", OLD)
     folder = tmp_path / "iter_0000002"
     folder.symlink_to(tmp_path / "elsewhere" / "iter_0000002")
-    save(folder, "new")
-    assert loaded(folder) == "new"
-    assert loaded(tmp_path / "elsewhere" / "iter_0000002") == "old"
+    save(folder, NEW)
+    assert loaded(folder) == NEW
+    assert loaded(tmp_path / "elsewhere" / "iter_0000002") == OLD
+
+
+def test_what_a_killed_save_of_an_earlier_release_has_set_aside_is_loaded_and_mended(tmp_path):
+    """It renamed a folder to ``previous.iter_...`` before it wrote a new one, or made it empty."""
+    for number in (2, 4):
+        save(tmp_path / f"iter_{number:07d}", OLD)
+    folder, first = tmp_path / "iter_0000002", tmp_path / "previous.iter_0000006"
+    folder.rename(tmp_path / "previous.iter_0000002")
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(b"half")
+    first.mkdir()
+    assert loaded(folder) == OLD
+    save(tmp_path / "iter_0000008", NEW)
+    assert loaded(folder) == OLD
+    assert not list(tmp_path.glob("previous.*"))
+
+
+def half(folder: Path) -> None:
+    folder.joinpath("__0_0.distcp").write_bytes(b"half")
+
+
+def unrelated(folder: Path) -> None:
+    write(folder, NEW)
+    raise ValueError("of the loop")
+
+
+def save_by(write_some: Callable[[Path], None], folder: Path) -> None:
+    with replacing(folder) as path:
+        write_some(path)
+
+
+def test_a_save_that_is_not_done_is_not_put_in_place(tmp_path):
+    """As with torch's ``async_save``, whose result nobody waited for."""
+    folder = tmp_path / "run"
+    with replacing(folder) as path:
+        write(path, OLD)
+    for write_some, error in ((half, CheckpointError), (unrelated, ValueError)):
+        with pytest.raises(error, match=r"is no complete checkpoint|of the loop"):
+            save_by(write_some, folder)
+    assert loaded(folder) == OLD
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_wandb_is_told_of_a_checkpoint_when_it_is_in_its_folder(tmp_path):
+    told = []
+
+    def tell(folder: str, tracker: str, *rest: object) -> None:
+        assert loaded(Path(folder)) == NEW
+        told.append((folder, Path(tracker).read_text(), *rest))
+
+    folder, tell = tmp_path / "iter_0000002", saving.when_it_is_in_place(tell)
+    unfinished = begin(folder)
+    with saving._in(unfinished):
+        write(unfinished.path, NEW)
+        unfinished.path.with_name(TRACKER).write_text("2")
+        tell(str(unfinished.path), str(unfinished.path.with_name(TRACKER)), "save_dir", 2)
+    assert not told
+    unfinished.finish()
+    assert told == [(str(folder), "2", "save_dir", 2)]
+    tell(str(folder), str(tmp_path / TRACKER), "save_dir", 2)
+    assert told == told[:1] * 2
 
 
 @pytest.mark.parametrize("text", ["", " \n", "-1", "3.0", "iter_0000002", "²", "releas"])
