@@ -31,6 +31,7 @@ from megatron_eopt.optimizers.update_rule import (
     State,
     UpdateRule,
     check_may_step,
+    described,
     loss_of,
 )
 from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
@@ -212,6 +213,29 @@ class DTensorOptimizer(CompositeOptimizer):
                 return
             super()._step()
             self.steps += 1
+
+    def _strangers(self) -> list[str]:
+        """Return what is in groups whose update rules do not update it, and what SOAP misses."""
+        held = {param for group in self.param_groups for param in group["params"]}
+        lost = [name for param, name in self.names.items() if param not in held]
+        found = [
+            self.names.get(param, described(place, group))
+            for number, group in enumerate(self.param_groups)
+            for mine in [self._served_in(number)]
+            for place, param in enumerate(group["params"])
+            if param not in mine
+        ]
+        needed = {param for update_rule in self._owned for param in self._params[update_rule]}
+        return [*found, *(lost if found else (self.names[p] for p in needed - held))]
+
+    def _served_in(self, number: int) -> set[Tensor]:
+        """Return the parameters of the update rules that update a group."""
+        return {
+            param
+            for update_rule, places in self._served.items()
+            if places.start <= number < places.stop
+            for param in self._params[update_rule]
+        }
 
     def observe(self, observer: StepObserver) -> None:
         """Let ``observer`` measure steps while ``collects_stats`` is set."""

@@ -29,6 +29,7 @@ from megatron_eopt.optimizers.update_rule import (
     dry_step,
     loss_of,
     set_step,
+    step_inside,
 )
 from megatron_eopt.storage.interface import model_copy_of
 from megatron_eopt.storage.shard import Ranks
@@ -170,7 +171,7 @@ class ElementWiseRule(UpdateRule):
         with bound(self._optimizer, groups, state) as optimizer:
             # several update rules may share one optimizer
             self.coefficient = self._coefficient
-            optimizer.step()
+            step_inside(optimizer)
 
     def _step_in_chunks(self, host: HostMemory, groups: Sequence[ParamGroup], state: State) -> None:
         # groups may count steps, so every chunk starts from the same groups

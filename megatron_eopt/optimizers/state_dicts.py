@@ -218,6 +218,8 @@ class StateDictMatch:
             def misfit(
                 key: str, other: str, target: Target = target, values: Any = values
             ) -> str | None:
+                if getattr(values[other], "is_meta", False):
+                    return "is on the meta device, without values"
                 return problem_with(target, key, values[other])
 
             writers = saved.optimizers

@@ -258,11 +258,14 @@ class CompositeOptimizer(torch.optim.Optimizer):
     ) -> None:
         # torch needs a group, but a pipeline stage without experts may have none
         self._complete = False
+        self._members: list[set[int]] = []  # parameters of each group, by their ids
         super().__init__([{"params": []}], {})
         self.param_groups = list(groups)
         self.update_rules = [update_rule for update_rule, _ in served]
         self._served = dict(served)
         self._count = len(self.param_groups)
+        # of the main optimizer: what schedulers such as OneCycleLR look up
+        self.defaults = {k: v for g in self.param_groups[:1] for k, v in g.items() if k != "params"}
         self._side = SideStream()
         self._complete = True
 
@@ -273,6 +276,7 @@ class CompositeOptimizer(torch.optim.Optimizer):
                 update_rule.init(groups, state)
             # the same dictionaries, for code that clears all state or moves it to another device
             self.state.update(update_rule.owned_state)
+        self._members = [set(map(id, group["params"])) for group in self.param_groups]
 
     def off_load(self, settings: OffloadSettings) -> None:
         """Keep a fraction of weights and state in host memory from now on."""
@@ -337,6 +341,10 @@ class CompositeOptimizer(torch.optim.Optimizer):
         """
         if len(self.param_groups) != self._count:
             raise _fixed("param_groups", f"{len(self.param_groups)} groups")
+        if strangers := self._strangers():
+            rule = "not where they were when the optimizer was built, so no step would update them"
+            hint = "Build the optimizer again after the model or its groups have changed"
+            raise ConfigurationError("param_groups", ", ".join(strangers[:8]), rule, hint)
         # Adam's passes are limited by memory and Muon's products by arithmetic, so together they
         # take less time. Rules that fit call no collectives, so all ranks still call them in one
         # order.
@@ -348,12 +356,27 @@ class CompositeOptimizer(torch.optim.Optimizer):
         # what follows on the current stream reads all weights
         self._side.join()
 
+    def _strangers(self) -> list[str]:
+        """Return what is in groups whose update rules do not update it, in words."""
+        return [
+            described(place, group)
+            for group, members in zip(self.param_groups, self._members, strict=True)
+            for place, param in enumerate(group["params"])
+            if id(param) not in members
+        ]
+
     def _step_rules(self, update_rules: Iterable[UpdateRule]) -> None:
         for update_rule in update_rules:
             # a block, since storages of DTensors make local tensors for it and store results after
             # it
             with self.groups_and_state(update_rule) as (groups, state):
                 update_rule.step(groups, state)
+
+
+def described(place: int, group: ParamGroup) -> str:
+    """Return a parameter of a group in words."""
+    shape = tuple(group["params"][place].shape)
+    return f"parameter {place} of group {group.get('group_id')!r}, of shape {shape}"
 
 
 def refuse_copy(optimizer: Any) -> NoReturn:
@@ -400,6 +423,27 @@ def set_step(state: dict[str, Any], steps: int) -> None:
         state[STEP] = torch.full_like(state[STEP], steps)
     elif STEP in state:
         state[STEP] = steps
+
+
+def step_inside(optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer as a part of another one's step.
+
+    torch's global hooks and profilers, which count steps, see only the other one's.
+    """
+    if "step" in vars(optimizer):
+        optimizer.step()
+    else:
+        step_as_class(optimizer)
+
+
+def step_as_class(optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer by its class's method, with its own hooks and without global ones."""
+    step = type(optimizer).step
+    for before in optimizer._optimizer_step_pre_hooks.values():
+        before(optimizer, (optimizer,), {})
+    getattr(step, "__wrapped__", step)(optimizer)
+    for after in optimizer._optimizer_step_post_hooks.values():
+        after(optimizer, (optimizer,), {})
 
 
 def loss_of(closure: Callable[[], float] | None) -> float | None:
@@ -475,7 +519,7 @@ def dry_step(optimizer: Any) -> None:
         param.grad = torch.zeros_like(param)
     try:
         with matmul_precision():
-            optimizer.step()
+            step_inside(optimizer)
     except Exception as error:
         name = type(optimizer).__name__
         rule = f"creates its state in its first step, which failed with zero gradients: {error}"

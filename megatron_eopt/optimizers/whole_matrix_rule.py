@@ -30,6 +30,7 @@ from megatron_eopt.optimizers.update_rule import (
     UpdateRule,
     bound,
     dry_step,
+    step_inside,
 )
 from megatron_eopt.storage.shard import Shard
 
@@ -140,7 +141,7 @@ class WholeMatrixRule(UpdateRule):
 
     def _create_and_step(self) -> None:
         self._create()
-        self._optimizer.step()
+        step_inside(self._optimizer)
 
     def forget_state(self, number: int) -> None:
         """Clear the state of a parameter's matrices."""

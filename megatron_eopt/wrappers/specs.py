@@ -23,7 +23,7 @@ from megatron_eopt.optimizers.scalar import (
     build_scalar_optimizer,
     scalar_init_of,
 )
-from megatron_eopt.optimizers.update_rule import InitState, ParamGroup, UpdateRule
+from megatron_eopt.optimizers.update_rule import InitState, ParamGroup, UpdateRule, step_as_class
 from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
 from megatron_eopt.routing.groups import Group, param_group
 from megatron_eopt.routing.model import Routing
@@ -143,13 +143,12 @@ def _draw_alike(optimizer: torch.optim.Optimizer) -> None:
     all ranks, at any layout, and in resumed runs. Other random states do not change. This counts
     steps if the class does not (PSGD's count stays 0 in emerging-optimizers 0.3).
     """
-    step = optimizer.step
 
     def step_one(param: Tensor) -> None:
         state: dict[str, Any] = optimizer.state[param]
         steps = int(state.get(STEP, 0))
         torch.manual_seed(zlib.crc32(repr((steps, tuple(param.shape))).encode()))
-        step()
+        step_as_class(optimizer)
         if state.setdefault(STEP, 0) == steps:
             state[STEP] += 1
 
