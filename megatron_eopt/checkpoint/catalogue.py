@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_eopt.checkpoint.buckets import SavedBuckets, read_buckets
 from megatron_eopt.checkpoint.files import object_at, read_common_state, read_metadata
 from megatron_eopt.checkpoint.keys import split_key
+from megatron_eopt.config.writers import TOLD
 from megatron_eopt.optimizers.saved_groups import BY_PARAMETER, Groups, groups_in
 from megatron_eopt.routing.groups import GROUP_ID
 
@@ -123,7 +124,7 @@ def _of_torch(folder: Path, metadata: Metadata) -> Catalogue:
     return Catalogue(form, values, common, settings)
 
 
-_TOLD = (GROUP_ID, "optimizer", "momentum")
+_TOLD = (GROUP_ID, "optimizer", *TOLD)
 """Settings of groups that tell what their parameters' state means."""
 
 

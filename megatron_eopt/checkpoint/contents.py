@@ -79,7 +79,8 @@ class Contents:
         kinds = set.intersection(*stacks) | self.kinds.get(space.name, set())
         kinds -= MAINS | {STEP}
         if kinds or not (in_bucket and self.in_buckets):
-            return self._groups.state_of((space.name, space.key), kinds, reader)
+            names = space.name, space.key
+            return self._groups.state_of(names, kinds, reader, is_matrix=space.is_matrix)
         # megatron-core saves only Adam and SGD in this form
         optimizer = "sgd" if MOMENTUM in self.in_buckets else "adam"
         return SavedState(frozenset(self.in_buckets - MAINS - {STEP}), (optimizer,))

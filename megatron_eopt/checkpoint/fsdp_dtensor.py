@@ -20,7 +20,6 @@ from megatron_eopt.base.names import FIRST_MOMENT, MAINS, MOMENTUM, STEP
 from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.checkpoint.catalogue import Catalogue
 from megatron_eopt.checkpoint.optimizer_state import prepare
-from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import (
     Note,
@@ -30,7 +29,7 @@ from megatron_eopt.optimizers.continuation import (
     SavedState,
     Wanted,
 )
-from megatron_eopt.optimizers.saved_groups import BY_PARAMETER, adopt, optimizer_of
+from megatron_eopt.optimizers.saved_groups import BY_PARAMETER, adopt, state_in
 
 FORMAT = "fsdp_dtensor"
 """The trainer's name for the format."""
@@ -78,8 +77,11 @@ def load(link: ChainLink, loaded: Mapping[str, Any]) -> None:
         states[optimizer.names[param]] = found
     names = {storage._param_name(param): name for param, name in optimizer.names.items()}
     groups = [{**meta, "params": [names[name]]} for name, meta in loaded[BY_PARAMETER].items()]
+    # settings that only the checkpoint has tell which optimizer wrote it
+    told = {names.get(its["params"][0]): its for its in storage.loaded_groups}
+    whole = [{**told.get(group["params"][0], {}), **group} for group in groups]
     # in torch's form, with one group for each parameter
-    state_dict = {"state": states, "param_groups": groups}
+    state_dict = {"state": states, "param_groups": whole}
     # what may be missing was decided before the load
     kinds = frozenset(kind for values in optimizer.state.values() for kind in values)
     policy = Policy(kinds, momentum_from_adam=True)
@@ -101,7 +103,7 @@ def readers_of(link: ChainLink) -> Readers:
     storage: Any = link.storage
     return {
         storage._param_name(main): (
-            Reader(name_of_class(update_rule.name), group.get("momentum")),
+            Reader.of(update_rule.name, group),
             update_rule.optional_state,
         )
         for update_rule in link.update_rules
@@ -140,7 +142,7 @@ def match(
         # a weight that is saved in two parts has one group
         whole = name if name in readers else name[: -len(_FIRST_HALF)]
         reader, spare = readers[whole]
-        saved = _state_in(catalogue, name, whole)
+        saved = _state_in(catalogue, name, whole, reader.name)
         misfit = functools.partial(_misfit, catalogue, name, values)
         asked = Wanted(name, reader, frozenset(values.keys() - MAINS - {STEP}), spare)
         found = report.decide(asked, saved, misfit)
@@ -160,13 +162,10 @@ def match(
     return report.notes
 
 
-def _state_in(catalogue: Catalogue, name: str, whole: str) -> SavedState:
+def _state_in(catalogue: Catalogue, name: str, whole: str, reader: str) -> SavedState:
     """Return what a checkpoint has of a parameter, or of a part of one."""
     keys = catalogue.state.get(name, {}).keys() - MAINS - {STEP}
-    group = catalogue.settings.get(whole, {})
-    optimizer = optimizer_of(group)
-    optimizers = () if optimizer is None else (optimizer,)
-    return SavedState(frozenset(keys), optimizers, group.get("momentum"))
+    return state_in([catalogue.settings.get(whole, {})], keys, reader)
 
 
 def _misfit(

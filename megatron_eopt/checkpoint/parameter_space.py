@@ -23,6 +23,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.place import row_cut
 from megatron_eopt.checkpoint.keys import matrix_state_key, state_key, tensors, unstacked_key
 from megatron_eopt.checkpoint.rows import LocalRows, RowGrid, param_of, with_plain_data
+from megatron_eopt.config.registry import is_nonlinear_or_embedding
 from megatron_eopt.layouts.boxes import Box, cut
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
@@ -71,10 +72,14 @@ class ParameterSpace:
         key: The model's key for the parameter.
         held: The local parameter.
         pieces: The entries under which the model saves it.
+        is_matrix: Whether megatron-core gives the parameter to the main optimizer, such as Muon.
     """
 
-    def __init__(self, key: str, held: Tensor, pieces: Sequence[ShardedTensor]) -> None:
+    def __init__(
+        self, key: str, held: Tensor, pieces: Sequence[ShardedTensor], *, is_matrix: bool
+    ) -> None:
         self._pieces = pieces
+        self.is_matrix = is_matrix
         # pieces are views of this tensor, whose offsets count from its storage's first element
         self._first = held.storage_offset()
         self.sharded = pieces[0]  # global shape and replica id are the same for all pieces
@@ -247,5 +252,6 @@ def parameter_spaces(
             # as if nothing had been cut
             uncut = RowGrid(1, 1, rows.count)
             pieces = rows.found_in(uncut, rows.count, stored.detach())
-        spaces[param] = ParameterSpace(key, stored, pieces)
+        is_matrix = not is_nonlinear_or_embedding(param)
+        spaces[param] = ParameterSpace(key, stored, pieces, is_matrix=is_matrix)
     return spaces

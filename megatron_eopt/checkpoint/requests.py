@@ -20,7 +20,6 @@ from megatron_eopt.checkpoint.contents import Contents, unstacked
 from megatron_eopt.checkpoint.keys import matrix_state_key
 from megatron_eopt.checkpoint.migration import LoadPlan
 from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace, parameter_spaces
-from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import (
     MAXIMA,
@@ -228,7 +227,6 @@ class StateRequests:
         all_groups = storage.optimizer.param_groups if link.update_rules else ()
         number_of = {p: n for n, group in enumerate(all_groups) for p in group["params"]}
         stored = list(storage.main_shards())
-        names = {update_rule: name_of_class(update_rule.name) for update_rule in link.update_rules}
         stepped = {id(main): (update_rule, number) for update_rule, number, main in link.stepped()}
         states = {
             (update_rule, number): storage.optimizer.state[main]
@@ -249,7 +247,7 @@ class StateRequests:
             where = saved_state.ParameterLocation(
                 space,
                 storage.replica_of(item.param, space.sharded.replica_id),
-                Reader(names[update_rule], all_groups[in_group].get("momentum")),
+                Reader.of(update_rule.name, all_groups[in_group]),
                 states[update_rule, number],
                 item,
                 self._buckets.get(position),
@@ -274,7 +272,7 @@ class StateRequests:
             replica = storage.replica_of_matrix(param, spaces[param].sharded.replica_id)
             count = len(update_rule.shards[its.shard].layouts) if update_rule.shards else 1
             group = link.groups_of(update_rule)[update_rule.group_of[its.shard]]
-            reader = Reader(names[update_rule], group.get("momentum"))
+            reader = Reader.of(update_rule.name, group)
             if its.per_element and (update_rule, its.shard) not in parts_of:
                 found = self._matrices_of(spaces[param], param, update_rule, its.shard)
                 by_matrix = parts_of[update_rule, its.shard] = defaultdict(list)

@@ -400,6 +400,8 @@ def _match_fsdp_dtensor(args: Any, state: Mapping[str, Any]) -> None:
         )
     )
     log_notes(gather_unique(notes))
+    groups = [{**settings, "params": [name]} for name, settings in catalogue.settings.items()]
+    links[0].storage.loaded_groups = groups
 
 
 @around

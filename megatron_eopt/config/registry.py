@@ -19,6 +19,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_choice
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import find_upstream
+from megatron_eopt.config.writers import FOREIGN, MAXIMA, MEAN, SQUARES, SUM
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +37,8 @@ StateLayoutT = Literal["element_wise", "matrix_update", "matrix_state"]
 ``matrix_state``: the update and the state (SOAP).
 """
 
-MEAN, SUM = "mean of gradients", "sum of gradients"
-SQUARES = "mean of squared gradients"
-
 _MEANINGS: dict[str, dict[str, str | None]] = {
-    "adam": {"exp_avg": MEAN, "exp_avg_sq": SQUARES, "max_exp_avg_sq": "maximum of such means"},
+    "adam": {"exp_avg": MEAN, "exp_avg_sq": SQUARES, "max_exp_avg_sq": MAXIMA},
     "sgd": {"momentum_buffer": SUM},
 }
 """Meanings of the state of standard optimizers; see :func:`meaning_of`."""
@@ -248,10 +246,10 @@ def name_of_class(text: str) -> str:
 
 
 def meanings_of(name: str) -> Mapping[str, str | None]:
-    """Return the declared meanings of an optimizer's state, by key."""
+    """Return the meanings of an optimizer's state by key; empty if they are not declared."""
     if name in STANDARD_OPTIMIZERS:
         return _MEANINGS[name]
-    return entries()[name].state_meanings if name in entries() else {}
+    return entries()[name].state_meanings if name in entries() else FOREIGN.get(name, {})
 
 
 def meaning_of(name: str, key: str) -> str:

@@ -18,14 +18,8 @@ from megatron_eopt.config.arguments import muon_family_kwargs
 from megatron_eopt.config.config_file import (
     load_optimizer_config,  # noqa: F401  re-exported here, since it needs all optimizers
 )
-from megatron_eopt.config.registry import (
-    MEAN,
-    SQUARES,
-    SUM,
-    init_state,
-    is_registered,
-    register_optimizer,
-)
+from megatron_eopt.config.registry import init_state, is_registered, register_optimizer
+from megatron_eopt.config.writers import MEAN, SQUARES, SUM
 from megatron_eopt.matrices import SplitT
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon

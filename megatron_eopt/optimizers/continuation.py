@@ -5,9 +5,11 @@ Note [Meaning of state]
     ``meaning_of``). An optimizer continues from a value only if the meaning is its own:
 
     * equal meanings continue, also from another optimizer (Adam's ``exp_avg`` in Lion);
-    * a sum of gradients (SGD) becomes a mean, and a mean a sum, by the factor ``1 - momentum``;
+    * a sum of gradients (SGD) becomes a mean, and a mean a sum, by the factor ``1 - momentum``,
+      and another optimizer's sum becomes one of the same mean;
     * if the user asks for it, Muon's momentum starts from any saved mean of gradients;
-    * if nothing of another optimizer's state can be used, all state starts fresh;
+    * if nothing of another optimizer's state can be used, or if the class that wrote it is
+      unknown, all state starts fresh;
     * in all other cases state is missing, which is an error unless the user names it.
 
 Note [Outcomes]
@@ -21,7 +23,8 @@ Note [Outcomes]
     nothing, of an optional key                 as the optimizer begins
     nothing, of a key that the user names       fresh, with what belongs to it, and a line
     nothing, or other meanings only             missing
-    nothing usable, all of another optimizer    fresh, with a line
+    nothing usable, all of another optimizer,   fresh, with a line
+    or of a class that is not known
     ==========================================  ================================================
 
     What is missing is refused before anything changes, and so is a fresh start of an optimizer that
@@ -29,17 +32,18 @@ Note [Outcomes]
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from megatron.core.utils import log_single_rank
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.log import inform
 from megatron_eopt.base.names import FIRST_MOMENT, MOMENT2, MOMENTUM
-from megatron_eopt.config.registry import MEAN, SUM, meaning_of
+from megatron_eopt.config.registry import meaning_of, name_of_class
 from megatron_eopt.config.settings import RunSettings
+from megatron_eopt.config.writers import MEAN, SUM, momentum_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +83,9 @@ class SavedState:
     """The state that a checkpoint has of one parameter."""
 
     keys: frozenset[str] = frozenset()
-    # optimizers that may have written it: usually one, several if the checkpoint does not say
-    # which, and none if it names no optimizer
+    # optimizers that may have written it: usually one, several if the checkpoint does not say which
     optimizers: tuple[str, ...] = ()
-    momentum: float | None = None  # that optimizer's momentum, if it is known
+    momentum: float | None = None  # that optimizer's, if it is known; see ``momentum_of``
 
     def means(self, key: str, wanted: str) -> bool:
         """Return whether ``key`` means ``wanted``, whichever of the optimizers wrote it."""
@@ -102,7 +105,12 @@ class Reader(NamedTuple):
     """The optimizer that loads a parameter's state."""
 
     name: str
-    momentum: float | None = None
+    momentum: float | None = None  # see ``momentum_of``
+
+    @classmethod
+    def of(cls, name: str, group: Mapping[str, Any]) -> Self:
+        """Return the reader of a group's parameters, given the name or class of its optimizer."""
+        return cls(name_of_class(name), momentum_of(group))
 
 
 class Origin(NamedTuple):
@@ -158,19 +166,26 @@ def _candidates(key: str, reader: Reader, saved: SavedState, policy: Policy) -> 
     """Return the saved values that ``key`` may continue from, the best first."""
     wanted = meaning_of(reader.name, key)
     found = []
-    if key in saved.keys and (not saved.optimizers or saved.means(key, wanted)):
-        found.append(Origin(key))
+    if saved.means(key, wanted):
+        found.append(Origin(key, _sum_by_sum(reader, saved) if wanted == SUM else 1.0))
     elif wanted == MEAN and saved.means(key, SUM) and saved.momentum is not None:
         found.append(Origin(key, 1 - saved.momentum))
     elif wanted == SUM and saved.means(key, MEAN) and reader.momentum is not None:
         found.append(Origin(key, 1 / (1 - reader.momentum)))
-    if key == MOMENTUM and policy.momentum_from_adam and FIRST_MOMENT in saved.keys:
+    if key == MOMENTUM and policy.momentum_from_adam:
         # a sum is the mean over 1 - momentum, if gradients hardly change
         factor = {MEAN: 1.0, SUM: 1 / (1 - (reader.momentum or 0.0))}.get(wanted)
-        # a checkpoint that names no optimizer is taken for Adam's, as the user says
-        if factor is not None and (not saved.optimizers or saved.means(FIRST_MOMENT, MEAN)):
+        if factor is not None and saved.means(FIRST_MOMENT, MEAN):
             found.append(Origin(FIRST_MOMENT, factor))
     return found
+
+
+def _sum_by_sum(reader: Reader, saved: SavedState) -> float:
+    """Return what another optimizer's sum is multiplied by, which may have dampened gradients."""
+    is_known = reader.momentum is not None and saved.momentum is not None
+    if not (is_known and saved.is_anothers(reader)):
+        return 1.0
+    return (1 - saved.momentum) / (1 - reader.momentum)  # type: ignore[operator]
 
 
 def begin_together(keys: Collection[str], lacking: Collection[str]) -> set[str]:
@@ -252,13 +267,17 @@ class Report:
         self._missing += [(name, key, problems.get(key, "")) for key in sorted(found.missing)]
         if found.missing and saved.keys and saved.is_anothers(wanted.reader):
             self._reasons[f"{has} are {saved.writer}'s"] = None
+            if (mine := wanted.reader.name) in saved.optimizers:
+                self._reasons[f"set 'optimizer': {mine!r} in its group if that is so"] = None
         self._fresh += [f"{name}: {key}" for key in sorted(found.fresh)]
         for key in sorted(found.fresh):
-            self.note(f"{key} starts fresh (the checkpoint has: {has})", name)
+            is_theirs = key in saved.keys and not _candidates(key, wanted.reader, saved, Policy())
+            whose = f" of {saved.writer}" if is_theirs else ""
+            self.note(f"{key} starts fresh (the checkpoint has: {has}{whose})", name)
         for key, origin in sorted(found.origins.items()):
             times = f", times {origin.factor:.4g}" if origin.factor != 1.0 else ""
             if times or origin.key != key:
-                by = f"{saved.writer or 'Adam'}'s {origin.key}"
+                by = f"{saved.writer}'s {origin.key}"
                 self.notes.append(Note(f"{key} starts as {by}{times}", name, is_asked=True))
         return found
 

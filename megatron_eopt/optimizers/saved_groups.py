@@ -2,12 +2,15 @@
 
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.base.upstream import require_upstream
-from megatron_eopt.config.registry import meanings_of, name_of_class
+from megatron_eopt.config.registry import meaning_of, meanings_of, name_of_class
+from megatron_eopt.config.writers import UNKNOWN, momentum_of, writers_by_settings
 from megatron_eopt.optimizers.continuation import SavedState
 from megatron_eopt.routing.groups import GROUP_ID
 
@@ -24,18 +27,6 @@ _SEPARATOR = "\t"
 
 torch's distributed checkpoints merge groups, keep no names beside parameters, and need the same
 keys when they load. So these are parts of the identity.
-"""
-
-_SIGNATURES: tuple[tuple[str, set[str], set[str]], ...] = (
-    ("soap", {"shampoo_beta"}, set()),
-    ("adam", {"betas", "eps", "amsgrad"}, set()),
-    ("adam", {"betas", "eps", "bias_correction"}, set()),
-    ("lion", {"betas"}, {"eps"}),
-    ("sgd", {"momentum", "dampening"}, set()),
-    ("adaptive_muon", {"momentum", "beta2"}, set()),
-    ("muon", {"momentum"}, {"betas"}),
-)
-"""Optimizers by the settings that a group has and lacks: megatron-core does not name the main one.
 """
 
 
@@ -76,15 +67,20 @@ def _hash_of(names: Iterable[str]) -> str:
 
 
 def optimizer_of(group: Mapping[str, Any]) -> str | None:
-    """Return the registered name of the optimizer that wrote a group; None if it cannot be told."""
+    """Return the registered name of the optimizer that a group names; None if it names none."""
     identity = identity_of(group).partition("/")[0]
     # NeMo writes megatron-core's names with a prefix
     named = identity or group.get("optimizer") or group.get("pre_optimizer")
-    if named:
-        return name_of_class(str(named))
-    keys = group.keys()
-    fitting = (name for name, has, lacks in _SIGNATURES if has <= keys and not lacks & keys)
-    return next(fitting, None)
+    return name_of_class(str(named)) if named else None
+
+
+def writers_of(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the optimizers that may have written a group: those that its settings fit.
+
+    It is ``UNKNOWN`` alone if they fit none.
+    """
+    named = optimizer_of(group)
+    return writers_by_settings(group) if named is None else (named,)
 
 
 class SavedGroups:
@@ -98,45 +94,68 @@ class SavedGroups:
     def __init__(self, groups: Groups = (), ours: Collection[str] = ()) -> None:
         self.groups = groups
         self._group_of = {name: group for group in groups for name in group.get(PARAM_NAMES, ())}
-        self._optimizer_of = {id(group): optimizer_of(group) for group in groups}
-        named = filter(None, self._optimizer_of.values())
-        self.optimizers = tuple(dict.fromkeys(named))
-        self._is_alike = {*self.optimizers} == {*ours}
+        # megatron-core names all optimizers but the main one, which gets the matrices
+        scalars = [group for group in groups if optimizer_of(group) is not None]
+        self._is_megatrons = 0 < len(scalars) < len(groups) and not any(
+            GROUP_ID in group for group in groups
+        )
+        written = [writers_of(group) for group in groups]
+        self._is_alike = {*ours} <= {*chain(*written)} and all({*ours} & {*its} for its in written)
 
-    def state_of(self, names: Sequence[str], keys: Collection[str], reader: str) -> SavedState:
+    def state_of(
+        self, names: Sequence[str], keys: Collection[str], reader: str, *, is_matrix: bool
+    ) -> SavedState:
         """Return what a checkpoint has of a parameter, given the ``keys`` of its saved state.
 
-        ``names`` are the names under which the checkpoint may know the parameter, and ``reader`` is
-        the optimizer that loads it.
+        Args:
+            names: Names under which the checkpoint may know the parameter.
+            keys: Keys of its saved state.
+            reader: The optimizer that loads it.
+            is_matrix: Whether megatron-core gives it to the main optimizer.
         """
         group = next((self._group_of[name] for name in names if name in self._group_of), None)
         if group is not None:
-            writer = self._optimizer_of[id(group)]
-            optimizers: tuple[str, ...] = () if writer is None else (writer,)
-        else:
-            optimizers = fitting(self.optimizers, keys)
-            if self._is_alike and reader in optimizers:
-                # with the optimizers of this run, each parameter had the one that it has now
-                optimizers = (reader,)
-        # a mean becomes a sum by the writer's momentum, so it must be known without doubt
-        momenta = {
-            its.get("momentum")
-            for its in ([group] if group is not None else self.groups)
-            if (self._optimizer_of[id(its)],) == optimizers
-        }
-        momentum = momenta.pop() if len(momenta) == 1 else None
-        return SavedState(frozenset(keys), optimizers, momentum)
+            return state_in([group], keys, reader)
+        groups = self.groups
+        if self._is_megatrons:
+            groups = [its for its in groups if is_matrix == (optimizer_of(its) is None)]
+            if self._is_alike and not any(reader in writers_of(its) for its in groups):
+                # this run gives the parameter to another of its optimizers than megatron-core does
+                return SavedState(frozenset(keys), (UNKNOWN,))
+        found = state_in(groups, keys, reader)
+        if self._is_alike and reader in found.optimizers:
+            # with the optimizers of this run, each parameter had the one that it has now
+            return replace(found, optimizers=(reader,))
+        return found
 
 
-def fitting(optimizers: Iterable[str], keys: Collection[str]) -> tuple[str, ...]:
-    """Return which of some optimizers can have written state with these keys."""
+def state_in(groups: Groups, keys: Collection[str], reader: str) -> SavedState:
+    """Return a parameter's saved state, given its keys and the groups that may have had it."""
+    writers = [(its, group) for group in groups if (its := _fitting(group, keys))]
+    # a group that names its optimizer may have further state, which users have added
+    writers = writers or [((optimizer_of(group) or UNKNOWN,), group) for group in groups]
+    optimizers = tuple(dict.fromkeys(chain(*(its for its, _ in writers))))
+    if reader in optimizers and len({_meanings(name, keys) for name in optimizers}) == 1:
+        optimizers = (reader,)
+    # a mean becomes a sum by the writer's momentum, so it must be known without doubt
+    momenta = {momentum_of(group) for _, group in writers}
+    momentum = momenta.pop() if len(momenta) == 1 else None
+    return SavedState(frozenset(keys), optimizers or (UNKNOWN,), momentum)
+
+
+def _fitting(group: Mapping[str, Any], keys: Collection[str]) -> tuple[str, ...]:
+    """Return which of the optimizers of a group can have written state with these keys."""
     return tuple(
         name
-        for name in optimizers
+        for name in writers_of(group)
         if not (known := meanings_of(name).keys())
         # keys of nested state, and of a weight's matrices, are paths
-        or all(known & set(key.split("/")) for key in keys)
+        or all(known & set(key.split("/")) for key in keys if not key.endswith(f"/{STEP}"))
     )
+
+
+def _meanings(name: str, keys: Collection[str]) -> tuple[str, ...]:
+    return tuple(meaning_of(name, key) for key in sorted(keys))
 
 
 def children_of(state: Any) -> list[Mapping[Any, Any]]:
@@ -187,7 +206,7 @@ def saved_steps(state: Any) -> int:
     found = [group.get(STEP) for group in saved_groups(state)]
     for inner in map(inner_of, children_of(state)):
         states = inner.get("state", {})
-        each = (values.get(STEP) for key, values in states.items() if isinstance(key, int))
+        each = (its.get(STEP) for key, its in states.items() if isinstance(key, int | tuple))
         found += [states.get("common_step"), inner.get(STEP), *each]
     return max((int(step) for step in found if step is not None), default=0)
 
@@ -200,7 +219,7 @@ def steps_of(groups: Groups, saved: Groups, otherwise: int) -> int:
     """
     twins = [saved[place] for group in groups if (place := find_group(group, saved)) is not None]
     names = set(map(optimizer_of, groups)) - {None}
-    alike = [group for group in saved if optimizer_of(group) in names]
+    alike = [group for group in saved if names & {*writers_of(group)}]
     for its in (twins, alike):
         if counts := [int(group[STEP]) for group in its if group.get(STEP) is not None]:
             return max(counts)
@@ -257,6 +276,11 @@ def optimizers_of(groups: Groups) -> set[str | None]:
     }
 
 
+def is_identified(group: Mapping[str, Any]) -> bool:
+    """Return whether a group has an identity, or megatron-core's keys."""
+    return GROUP_ID in group or any(key.endswith("is_expert_parallel") for key in group)
+
+
 def find_group(group: Mapping[str, Any], saved: Groups) -> int | None:
     """Find a group by its identity, or by megatron-core's keys if megatron-core wrote it.
 
@@ -264,7 +288,7 @@ def find_group(group: Mapping[str, Any], saved: Groups) -> int | None:
     """
     mine = optimizer_of(group)
     for place, candidate in enumerate(saved):
-        if optimizer_of(candidate) not in (None, mine):
+        if mine != writers_of(candidate)[0]:
             continue
         if GROUP_ID in group and GROUP_ID in candidate:
             if identity_of(group) == identity_of(candidate):

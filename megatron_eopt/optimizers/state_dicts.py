@@ -5,7 +5,7 @@ names, as torch writes them, are matched by the order of their parameters.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM_SCALE, STEP
-from megatron_eopt.config.registry import meanings_of, name_of_class
+from megatron_eopt.config.registry import meanings_of
 from megatron_eopt.optimizers.continuation import (
     Policy,
     Reader,
@@ -28,17 +28,19 @@ from megatron_eopt.optimizers.nested_state import leaves, put
 from megatron_eopt.optimizers.saved_groups import (
     PARAM_NAMES,
     Groups,
-    SavedGroups,
     find_group,
-    fitting,
     has_names,
     identity_of,
+    is_identified,
     match_all,
     merged_optimizers,
     optimizer_of,
+    state_in,
     with_names,
+    writers_of,
 )
 from megatron_eopt.optimizers.update_rule import OF_GROUPS, UpdateRule, set_step
+from megatron_eopt.routing.groups import GROUP_ID
 from megatron_eopt.routing.plain_names import match_names
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ class Target:
         state: Mapping[str, Any],
     ) -> Self:
         """Return the target that a parameter's state is."""
-        reader = Reader(name_of_class(update_rule.name), group.get("momentum"))
+        reader = Reader.of(update_rule.name, group)
         own = {key for key in state if not is_users(reader.name, key)}
         keys = frozenset(own - {STEP, MOMENTUM_SCALE})
         return cls(param, Wanted(name, reader, keys, update_rule.optional_state), STEP in own)
@@ -151,7 +153,6 @@ class StateDictMatch:
         saved = _groups_of(state_dict)
         self._state: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
         self._targets = [target for its in targets for target in its]
-        self._optimizers = SavedGroups(saved).optimizers
         self._group_of = {number: group for group in saved for number in group["params"]}
         # torch's distributed checkpoints have names in place of numbers
         is_named = all(isinstance(number, str) for number in self._group_of)
@@ -168,11 +169,16 @@ class StateDictMatch:
             # torch has put them in this optimizer's order, under names of a wrapper
             self._numbers = _by_place(saved, range(len(groups)), targets)
         else:
-            self.twins = _in_order(saved, groups)
-            self._numbers = _by_place(saved, self.twins, targets)
-            for place, its in zip(self.twins, targets, strict=True):
-                if place is not None and not has_names(saved[place], (t.wanted.name for t in its)):
+            places = _in_order(saved, groups)
+            self._numbers = _by_place(saved, places, targets)
+            for place, its in zip(places, targets, strict=True):
+                if not has_names(saved[place], (t.wanted.name for t in its)):
                     raise _of_others(saved[place])
+            # settings of another optimizer mean other things
+            self.twins = [
+                place if writers_of(saved[place]) == (optimizer_of(group),) else None
+                for group, place in zip(groups, places, strict=True)
+            ]
             text = "the state dict does not name its parameters: they are matched by order"
             log_single_rank(logger, logging.INFO, text)
         # names as they were saved, and as they are here; a wrapper may have come or gone since
@@ -212,8 +218,8 @@ class StateDictMatch:
         for target in self._targets:
             wanted = target.wanted
             number = self.number_of(wanted.name)
-            values = self._state.get(number, {})
-            saved = self._saved_state(number, values.keys() - {STEP})
+            values = _by_path(self._state.get(number, {}), wanted.keys)
+            saved = self._saved_state(number, values.keys() - {STEP}, wanted.reader.name)
 
             def misfit(
                 key: str, other: str, target: Target = target, values: Any = values
@@ -249,17 +255,24 @@ class StateDictMatch:
         log_notes(report.notes)
         return found
 
-    def _saved_state(self, number: Any, keys: set[str]) -> SavedState:
+    def _saved_state(self, number: Any, keys: set[str], reader: str) -> SavedState:
         group = self._group_of.get(number)
         if group is None or not keys:
             return SavedState(frozenset(keys))
-        optimizer = optimizer_of(group)
-        merged = self._merged[id(group)]
-        if isinstance(number, str) and (merged is not None or optimizer is None):
-            optimizers = fitting(merged or self._optimizers, keys)
-        else:
-            optimizers = () if optimizer is None else (optimizer,)
-        return SavedState(frozenset(keys), optimizers, group.get("momentum"))
+        merged = self._merged[id(group)] if isinstance(number, str) else None
+        groups: Groups = [{**group, GROUP_ID: name} for name in merged or ()] or [group]
+        return state_in(groups, keys, reader)
+
+
+def _by_path(values: Mapping[str, Any], keys: Collection[str]) -> Mapping[str, Any]:
+    """Return state with nested values by the paths of their leaves, if ``keys`` has these paths.
+
+    State of whole matrices is saved so; emerging-optimizers' classes have lists of factors.
+    """
+    found = dict(values)
+    for key in values.keys() & {key.partition("/")[0] for key in keys} - {*keys}:
+        found |= {"/".join(path): leaf for path, leaf in leaves(found.pop(key), (key,))}
+    return found
 
 
 def _by_place(
@@ -291,10 +304,10 @@ def _groups_of(state_dict: Any) -> Groups:
     return groups
 
 
-def _in_order(saved: Groups, groups: Groups) -> list[int | None]:
+def _in_order(saved: Groups, groups: Groups) -> list[int]:
     """Return the place of each group's counterpart in a state dict without names."""
-    if all(optimizer_of(group) is not None for group in saved):
-        return list(match_all(saved, groups))
+    if all(map(is_identified, saved)):
+        return match_all(saved, groups)
     if len(saved) != len(groups):
         raise _another(f"{len(saved)} parameter groups", len(groups))
     return list(range(len(groups)))

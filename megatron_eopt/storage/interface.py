@@ -37,7 +37,7 @@ class Storage:
     """Number of steps done, the same on every rank."""
 
     loaded_groups: Sequence[Mapping[str, Any]] = ()
-    """Parameter groups of the last checkpoint that was loaded."""
+    """Parameter groups of the last checkpoint that was, or is being, loaded."""
 
     in_buffers = False
     """Whether weights and state are fragments of Megatron's flat buffers."""

@@ -27,6 +27,7 @@ from megatron_eopt.config.settings import Settings
 from megatron_eopt.config.values import read_value
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer, sparse_gradient
+from megatron_eopt.optimizers.saved_groups import writers_of
 from megatron_eopt.optimizers.spot_checks import SpotChecks
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.global_names import names_in
@@ -228,9 +229,15 @@ def import_torch_muon(
             Needed if the state dict itself has no names.
 
     Raises:
-        ConfigurationError: If a name is unknown, or a momentum is missing or has another shape.
+        ConfigurationError: If another class wrote the state dict, a name is unknown, or a momentum
+            is missing or has another shape.
     """
     names = read_value("params", params, _NAMES._replace(optional=True))
+    for group in state_dict["param_groups"]:
+        if (writers := writers_of(group)) != ("torch.optim.Muon",):
+            rule = f"must be of torch.optim.Muon, but its settings are those of {writers[0]}"
+            hint = "Load it with load_state_dict, which continues from what means the same"
+            raise ConfigurationError("state_dict", sorted(map(str, group)), rule, hint)
     momenta = _momenta_by_name(state_dict, names)
     # momentum may be stored with 8 or 16 bits between steps; ``pack`` below restores that form
     optimizer.unpack()

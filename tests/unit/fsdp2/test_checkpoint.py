@@ -251,6 +251,20 @@ def test_momenta_of_torchs_muon_are_imported():
             assert torch.equal(results[f"{name}.momentum_buffer"], expected)
 
 
+@pytest.mark.parametrize(
+    "other", [torch.optim.SGD, functools.partial(torch.optim.RMSprop, centered=True)]
+)
+def test_import_refuses_the_momentum_of_other_classes(other):
+    model = make_model()
+    theirs = other([model.get_parameter(name) for name in NO_STACKS], lr=0.01, momentum=0.9)
+    step(model, theirs, 0)
+    optimizer = build_optimizer(model, config())
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    with pytest.raises(ConfigurationError, match=r"must be of torch\.optim\.Muon"):
+        import_torch_muon(optimizer, theirs.state_dict(), NO_STACKS)
+    assert str(before) == str(optimizer.state_dict()["state"])
+
+
 def test_import_refuses_what_does_not_fit():
     state_dict = torch_muon()
     optimizer = build_optimizer(make_model(), config())
