@@ -5,9 +5,11 @@ stream of one's own. On a GPU, one tensor has more than 1 GB.
 """
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -19,13 +21,16 @@ from benchmarks.gpu_check.sections.newton_schulz import milliseconds_of
 from megatron_eopt.base.kernels import FAMILIES, SWITCH, Family, is_on
 from megatron_eopt.layouts.exchange import Copy
 from megatron_eopt.layouts.redistribution import run_copies
-from megatron_eopt.math.newton_schulz import normalize, symmetric
+from megatron_eopt.math.newton_schulz import normalize
 from megatron_eopt.math.passes import MomentumMixing, adam_, mix_, update_
+from megatron_eopt.math.products import multiply, serves
 
 SIZES = {"one": (300_000_000,), "many": (8_388_608,) * 16, "odd": (1, 33, 5_000, 16_777_217)}
 SMALL_SIZES = {"one": (4_096,), "many": (4_096,) * 3, "odd": (1, 33, 5_000)}
-MATRICES = {"one": (1, 8192, 8192), "many": (8, 2048, 8192), "odd": (2, 1000, 1500)}
-SMALL_MATRICES = {"one": (1, 128, 128), "many": (2, 128, 64), "odd": (2, 33, 70)}
+MATRICES = {"one": (1, 8192, 8192), "many": (8, 2048, 8192), "odd": (2, 1008, 1520)}
+SMALL_MATRICES = {"one": (1, 128, 128), "many": (2, 128, 64), "odd": (2, 48, 80)}
+"""Sizes of products; kernels leave those that 16 does not divide to torch."""
+
 COEFFICIENTS = (1.0, 0.3, math.nan)
 ADAM = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 ADAM |= {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
@@ -102,12 +107,47 @@ def cases(context: Context) -> Iterator[Case]:
         def stack(shape: Sequence[int] = shape) -> Lists:
             return [[of(shape, bf16)], [torch.zeros(tuple(shape), dtype=f16, device=device)]]
 
-        def factors(shape: Sequence[int] = shape) -> Lists:
-            square = (shape[0], shape[1], shape[1])
-            return [[of(shape, f16)], [torch.zeros(square, dtype=f16, device=device)]]
-
         yield Case(f"normalize, {kind}", stack, _normalize, 6 * wide, scales=False)
-        yield Case(f"product, {kind}", factors, _product, 0, wide * (m + 1), scales=False)
+        for form in FORMS:
+            given = partial(_operands, of, form, shape)
+            k = n if form.is_gram else m
+            flops = batch * m * k * (m + 1 if form.is_symmetric else 2 * m)
+            work = partial(_product, form)
+            yield Case(f"product {form.name}, {kind}", given, work, 0, flops, scales=False)
+
+
+class Form(NamedTuple):
+    """A product that an iteration computes, with its terms."""
+
+    name: str
+    is_gram: bool = False  # X X^T, else of square matrices
+    is_tall: bool = False  # stored with its columns dense
+    beta: float = 0.0  # of an addend
+    gamma: float = 0.0  # of the left matrix
+    is_symmetric: bool = True  # otherwise all of it is computed
+
+
+FORMS = (
+    Form("X X^T", is_gram=True),
+    Form("X X^T, tall", is_gram=True, is_tall=True),
+    Form("with addend", beta=2.0),
+    Form("with addend and gamma", beta=2.0, gamma=0.5),
+    Form("whole", beta=2.0, gamma=0.5, is_symmetric=False),
+)
+
+
+def _operands(of: "_Numbers", form: Form, shape: Sequence[int]) -> Lists:
+    """Return left, right, addend and result; square ones are symmetric where the result is."""
+    batch, m, n = shape
+    square = (batch, m, m)
+    left = of((batch, n, m) if form.is_tall else shape if form.is_gram else square, torch.float16)
+    left = left.mT if form.is_tall else left
+    add = of(square, torch.float16)
+    if form.is_symmetric:
+        add = add + add.mT
+        left = left if form.is_gram else left + left.mT
+    right = left.mT if form.is_gram else left if form.is_symmetric else add
+    return [[left], [right], [add], [torch.zeros_like(add)]]
 
 
 class _Numbers:
@@ -146,9 +186,19 @@ def _normalize(lists: Lists, _: Tensor | None) -> None:
     normalize(x, 1e-7, out.dtype, norm=64.0, out=out)
 
 
-def _product(lists: Lists, _: Tensor | None) -> None:
-    (x,), (out,) = lists
-    symmetric(x, x.mT, alpha=1 / x.shape[-1], diagonal=1.0, out=out)
+def _product(form: Form, lists: Lists, _: Tensor | None) -> None:
+    left, right, add, out = (tensor for some in lists for tensor in some)
+    alpha, diagonal = 1 / left.shape[-1], 1.0 if form.is_symmetric else 0.0
+    if serves(left):
+        addend, terms = add if form.beta else None, {"beta": form.beta, "gamma": form.gamma}
+        terms |= {"alpha": alpha, "diagonal": diagonal}
+        multiply(left, right, out, addend, symmetric=form.is_symmetric, **terms)
+        return
+    found = alpha * (left.float() @ right.float()) + form.beta * add.float()
+    if form.gamma:
+        found += form.gamma * left.float()
+    found.diagonal(0, -2, -1).add_(diagonal)
+    out.copy_(found)
 
 
 def _row(case: Case, device: str, problems: list[str]) -> dict[str, Any]:
@@ -168,7 +218,7 @@ def _row(case: Case, device: str, problems: list[str]) -> dict[str, Any]:
         )
         row[f"deviation, {value}"] = worst
         # in this form, nan is a problem too
-        if not worst <= TOLERANCES.get(case.name.split(",")[0], 0.0):
+        if not worst <= TOLERANCES.get(re.split("[ ,]", case.name)[0], 0.0):
             problems.append(f"{case.name}, coefficient {value}: deviates by {worst:.1e}")
         del start, found
     given, one = case.given(), torch.tensor(1.0, device=device)
