@@ -15,7 +15,8 @@ Each state tensor (``saved_state``) is saved as boxes of the unsharded parameter
 A save of ``torch_dist`` reads from ``optimizer_state.requested`` down: ``requests`` lists all
 values (``saved_state``), and each becomes ``ShardedTensor`` pieces (``parameter_space``). A load
 makes the same requests, with state of the right shape to read into. Before megatron-core reads,
-``matching`` lets each request choose its source in the checkpoint (``contents``, ``migration``).
+``matching`` reads a ``catalogue`` of the checkpoint, and each request chooses its ``sources`` in it
+(``contents``, ``migration``), by the decisions of ``optimizers.continuation``.
 Afterwards the chain's ``load_state_dict`` writes what was not read in place, through
 ``optimizer_state.load``.
 """

@@ -13,7 +13,7 @@ from megatron_eopt.checkpoint.buckets import BucketBox
 from megatron_eopt.checkpoint.catalogue import Shapes
 from megatron_eopt.checkpoint.keys import split_key, state_key, unstacked_key
 from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace
-from megatron_eopt.checkpoint.sources import Source, assemble
+from megatron_eopt.checkpoint.sources import Source, assemble, tensor_sources
 from megatron_eopt.layouts.boxes import Box
 from megatron_eopt.optimizers.continuation import SavedState
 from megatron_eopt.optimizers.saved_groups import SavedGroups
@@ -167,21 +167,8 @@ class Contents:
         return self.shapes[full] or ()
 
     def _of_tensor(self, key: str, piece: ShardedTensor) -> list[Source]:
-        """Return a tensor of the piece's shape, or with other padding of a vocabulary.
-
-        New rows are copies of the last one, which usually is padding.
-        """
-        wanted, nothing = tuple(piece.global_shape), (0,) * len(piece.global_shape)
-        found = []
-        for full in self._present(key):
-            shape = self._shape(full)
-            if shape == wanted or (piece.allow_shape_mismatch and shape[1:] == wanted[1:]):
-                found.append(Source(full, shape, Box(nothing, shape), nothing))
-            if found and wanted[0] > shape[0]:
-                rows = Box((shape[0], *nothing[1:]), (wanted[0] - shape[0], *shape[1:]))
-                last = (shape[0] - 1, *nothing[1:])
-                found.append(Source(full, shape, rows, last, repeats=True))
-        return found
+        found = (tensor_sources(full, self._shape(full), piece) for full in self._present(key))
+        return next(found, [])
 
     def _of_layers(self, key: str, piece: ShardedTensor, stacked: int) -> list[Source]:
         """Return the tensors of the layers, or experts, that a piece of a stack has."""

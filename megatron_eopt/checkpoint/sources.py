@@ -59,6 +59,22 @@ class Source:
         return Box(offset, ((1,) * lead + shape)[-len(self.whole) :]), tuple(strides)
 
 
+def tensor_sources(key: str, shape: tuple[int, ...], piece: ShardedTensor) -> list[Source]:
+    """Return the sources in a tensor of the piece's shape, or with other padding of a vocabulary.
+
+    New rows are copies of the last one, which usually is padding.
+    """
+    wanted, nothing = tuple(piece.global_shape), (0,) * len(shape)
+    # megatron-core allows this for tensors with a row for each token only
+    if shape != wanted and not (piece.allow_shape_mismatch and shape[1:] == wanted[1:]):
+        return []
+    found = [Source(key, shape, Box(nothing, shape), nothing)]
+    if wanted > shape:
+        rows = Box((shape[0], *nothing[1:]), (wanted[0] - shape[0], *shape[1:]))
+        found.append(Source(key, shape, rows, (shape[0] - 1, *nothing[1:]), repeats=True))
+    return found
+
+
 def assemble(
     piece: ShardedTensor, sources: Sequence[Source]
 ) -> ShardedTensor | ShardedTensorFactory | None:
@@ -94,7 +110,7 @@ def assemble(
             return replace(read, data=piece.data.view(box.shape))
         reads[str(number)], places[str(number)] = read, (where, part.shape, strides)
 
-    target: Tensor = piece.data
+    target: Tensor = piece.data.detach()
 
     def build(*_: Any) -> dict[str, ShardedTensor]:
         for read in reads.values():

@@ -6,21 +6,17 @@ copies of the last row. megatron-core would load zeros, whose logits are far abo
 padding.
 """
 
-import functools
 import logging
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.core.utils import log_single_rank
-from torch import Tensor
 
 from megatron_eopt.base.agreement import CheckpointError, gather_unique
 from megatron_eopt.base.log import inform
@@ -34,6 +30,7 @@ from megatron_eopt.checkpoint.files import (
     read_tracker,
 )
 from megatron_eopt.checkpoint.guard.saves import whole
+from megatron_eopt.checkpoint.sources import assemble, tensor_sources
 
 logger = logging.getLogger(__name__)
 
@@ -93,42 +90,20 @@ def fill_new_rows(state: Any, shapes: Shapes, known: Iterable[Change] = ()) -> N
     changes: dict[Change, None] = dict.fromkeys(known)
 
     def adapted(item: Any) -> Any:
-        # megatron-core sets this on tensors with a row for each token only
         if not (isinstance(item, ShardedTensor) and item.allow_shape_mismatch):
             return item
         saved, wanted = shapes.get(item.key), tuple(item.global_shape)
-        if saved is None or saved == wanted or saved[1:] != wanted[1:]:
+        if saved is None or saved == wanted:
+            return item
+        found = assemble(item, tensor_sources(item.key, saved, item))
+        if found is None:
             return item
         changes[saved[0], wanted[0]] = None
-        # other ranks' pieces of this tensor get an irregular form, too
-        item = replace(item, axis_fragmentations=None)
-        # a factory lets one entry ask for several pieces, and merges them after the load
-        build = functools.partial(_with_last_row, item, saved[0])
-        merge = functools.partial(_filled, first=saved[0] - item.global_offset[0])
-        return ShardedTensorFactory(item.key, item.data, build, merge, item.replica_id)
+        return found
 
     dict_list_map_inplace(adapted, state)
     for saved, wanted in gather_unique(changes):
         log_single_rank(logger, logging.WARNING, _text(saved, wanted))
-
-
-def _with_last_row(item: ShardedTensor, saved: int, *_: Any) -> dict[str, ShardedTensor]:
-    """Return a piece, with the checkpoint's last row if the piece has new rows."""
-    pieces = {"rows": item}
-    if item.global_offset[0] + item.local_shape[0] > saved:
-        shape = (1, *item.local_shape[1:])
-        offset = (saved - 1, *item.global_offset[1:])
-        data = item.data.new_empty(shape)
-        pieces["last"] = replace(item, data=data, local_shape=shape, global_offset=offset)
-    return pieces
-
-
-def _filled(loaded: Mapping[str, Tensor], *, first: int) -> Tensor:
-    rows = loaded["rows"]
-    if "last" in loaded:
-        # all of this rank's rows may be new, and then the first one counts as 0
-        rows[max(0, first) :] = loaded["last"]
-    return rows
 
 
 def _text(saved: int, wanted: int) -> str:
