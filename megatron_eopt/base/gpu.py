@@ -9,10 +9,19 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from megatron_eopt.base.errors import ConfigurationError
+
 
 def is_there() -> bool:
     """Return whether ``cuda`` is a real GPU; the CPU back end maps ``cuda`` to the CPU."""
     return torch.cuda.is_available() and torch.empty(0, device="cuda").is_cuda
+
+
+def needed_to_off_load(argument: str, optimizer: str) -> ConfigurationError:
+    """Return the error for megatron-core's hybrid optimizer, which steps nothing on a CPU."""
+    rule = f"megatron-core's optimizer that off-loads {optimizer} needs a GPU"
+    hint = "Turn it off, or use another optimizer, which this package off-loads"
+    return ConfigurationError(argument, True, rule, hint)
 
 
 def uploaded(values: Any, device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any, NamedTuple
 
+from megatron_eopt.base import gpu
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.cpu.hybrid import check_pattern
 
@@ -117,9 +118,7 @@ def check_supported(args: argparse.Namespace) -> None:
     _check_parallel_sizes(args)
     # other optimizers are off-loaded by this package, which needs no GPU for it
     if getattr(args, "optimizer_cpu_offload", False) and args.optimizer in ("adam", "sgd"):
-        rule = f"megatron-core's optimizer that off-loads {args.optimizer} needs a GPU"
-        hint = "Leave the flag out, or use another --optimizer"
-        raise ConfigurationError("--optimizer-cpu-offload", True, rule, hint)
+        raise gpu.needed_to_off_load("--optimizer-cpu-offload", args.optimizer)
     fused = getattr(args, "apply_rope_fusion", None)
     if fused and getattr(args, "position_embedding_type", None) == "rope":
         rule = "uses a kernel of Transformer Engine, which needs a GPU"

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_eopt import qk_clip
+from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import any_rank, gather_unique, raise_together
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import CAUTIOUS_DECAY, STANDARD_OPTIMIZERS
@@ -111,6 +112,7 @@ def get_megatron_optimizer(
     with megatron_fsdp.whole_parameters(model_chunks):
         routing = route_model(settings, model_chunks, config_overrides)
     if _is_megatron_cores(settings, routing, model_chunks):
+        raise_together(lambda: _refuse_off_loading_on_cpu(settings, routing))
         if settings.config.cautious_weight_decay:
             rule = "is not supported in modes that only megatron-core's own Adam has"
             hint = f"Turn it off, or {' and '.join(settings.upstream_modes) or 'fp16'}"
@@ -184,6 +186,15 @@ def _is_megatron_cores(settings: Settings, routing: Routing, model_chunks: Seque
     has_no_scaler = settings.half == "fp16" and is_megatron_fsdp(model_chunks)
     is_refused = has_no_scaler or any(megatron_fsdp.faults(modules))
     return bool(_upstream_modes(settings)) or is_refused
+
+
+def _refuse_off_loading_on_cpu(settings: Settings, routing: Routing) -> None:
+    """Raise a ConfigurationError if megatron-core's optimizer would off-load from a CPU.
+
+    It makes no host copies of such parameters, and its first step ends in a KeyError.
+    """
+    if settings.config.optimizer_cpu_offload and not all(p.is_cuda for p in routing.names):
+        raise gpu.needed_to_off_load("optimizer_cpu_offload", settings.optimizer)
 
 
 def _upstream_modes(settings: Settings) -> set[str]:
