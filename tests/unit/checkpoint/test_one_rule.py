@@ -1,5 +1,6 @@
 """What a load does with state that differs does not depend on the form of the checkpoint."""
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,10 @@ def test_names_that_a_state_dict_has_lost_are_not_guessed(name):
     built(frozen=2).load_state_dict(kept)
     with pytest.raises(ConfigurationError, match=r"of other parameters .*param_names"):
         built(frozen=1).load_state_dict(kept)
+
+
+def test_one_place_decides():
+    package = Path(__file__).parents[3] / "megatron_eopt"
+    trees = [ast.parse(path.read_text()) for path in package.rglob("*.py")]
+    calls = [node.func for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert sum(ast.unparse(function) == "continuation_of" for function in calls) == 1
