@@ -12,11 +12,13 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import STEP
 from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.layouts import Plan
 from megatron_eopt.math.precision import matmul_precision
@@ -33,11 +35,18 @@ from megatron_eopt.optimizers.update_rule import (
     check_may_step,
     described,
     loss_of,
+    set_step,
 )
 from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
 from megatron_eopt.optimizers.whole_matrix_state import WholeMatrixState
 from megatron_eopt.routing.frozen import Frozen
-from megatron_eopt.storage.local_tensors import is_uneven, local_of, part_of, shard_like
+from megatron_eopt.storage.local_tensors import (
+    is_in_a_bucket,
+    is_uneven,
+    local_of,
+    part_of,
+    shard_like,
+)
 
 
 class StepObserver(Protocol):
@@ -252,6 +261,7 @@ class DTensorOptimizer(CompositeOptimizer):
         Raises:
             ConfigurationError: On all ranks, if an owner's state cannot be restored.
         """
+        self._agree_on_counts()
         published: dict[UpdateRule, list[dict[str, Any]]] = {}
         for update_rule, owned in self._owned.items():
             with self.groups_and_state(update_rule) as (groups, state):
@@ -267,6 +277,24 @@ class DTensorOptimizer(CompositeOptimizer):
             self._stand_for(update_rule, found)
         names = [[self.names[param] for param in group["params"]] for group in self.param_groups]
         return named(result, names)
+
+    def _agree_on_counts(self) -> None:
+        """Let ranks with empty shards in Megatron-FSDP's buckets count steps as the others do.
+
+        These ranks do not see whether a parameter had a gradient in a step.
+        """
+        by_mesh: dict[Any, list[Tensor]] = {}
+        for param in filter(is_in_a_bucket, self.names):
+            # None stands for the counts of whole matrices, which only their owners have
+            if self.state[param].get(STEP) is not None:
+                by_mesh.setdefault(param.device_mesh, []).append(param)  # type: ignore[attr-defined]
+        for mesh, params in by_mesh.items():
+            found = [int(self.state[p][STEP]) if local_of(p).numel() else 0 for p in params]
+            counts = torch.tensor(found, device=mesh.device_type)
+            for group in mesh.get_all_groups():
+                dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
+            for param, count in zip(params, counts.tolist(), strict=True):
+                set_step(self.state[param], count)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
