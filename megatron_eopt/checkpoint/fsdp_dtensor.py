@@ -29,7 +29,7 @@ from megatron_eopt.optimizers.continuation import (
     SavedState,
     Wanted,
 )
-from megatron_eopt.optimizers.saved_groups import BY_PARAMETER, adopt, state_in
+from megatron_eopt.optimizers.saved_groups import BY_PARAMETER, adopt, identity_of, state_in
 
 FORMAT = "fsdp_dtensor"
 """The trainer's name for the format."""
@@ -88,7 +88,8 @@ def load(link: ChainLink, loaded: Mapping[str, Any]) -> None:
     optimizer.allocate_for_load()
     _, taken = raise_together(lambda: optimizer.checked(state_dict, policy))
     for group in optimizer.param_groups:
-        adopt(group, groups)
+        names_of = {identity_of(group): [optimizer.names[param] for param in group["params"]]}
+        adopt(group, groups, names_of)
     storage.loaded_groups = groups
     optimizer.take(taken)
     storage.steps = steps

@@ -132,7 +132,7 @@ def _load(link: ChainLink, part: Mapping[str, Any], policy: Policy, names: Names
     @torch.no_grad()
     def write() -> None:
         # before the state, whose own counts replace the common one
-        adopt_common([link], part)
+        adopt_common([link], part, match.members)
         write_state()
         for target, value in mains:
             local_of(target).copy_(local_of(value))

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
@@ -16,8 +17,10 @@ from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.continuation import Policy
 from megatron_eopt.optimizers.saved_groups import (
     PARAM_NAMES,
+    Members,
     adopt,
     children_of,
+    identity_of,
     inner_of,
     saved_groups,
     saved_steps,
@@ -76,11 +79,15 @@ def requested(
             count = max((c for (position, _), c in known.items() if position == number), default=-1)
             steps = [count] * len(link.storage.optimizer.param_groups)
         states.append(link.storage.common_state(steps, main))
+    entries = _params_of_groups(requests)
     if not is_loading:
-        _name_params(states, requests)
+        _name_params(states, entries)
     result = states[0] if len(states) == 1 else dict(enumerate(states))
     result[PARAM_STATE] = requests.param_state
     if is_loading:
+        for position, number, *names in entries:
+            group = links[position].storage.optimizer.param_groups[number]
+            requests.members.setdefault(identity_of(group), set()).update(names)
         # it returns from ``dist_checkpointing.load`` in the loaded state dict, where ``load`` finds
         # it
         result[REQUESTS] = LocalNonpersistentObject(requests)
@@ -93,16 +100,22 @@ def described_buckets(links: Sequence[ChainLink], model_state: Mapping[str, Any]
     return {str(number): space.described(model_state) for number, space in spaces.items()}
 
 
-def _name_params(states: Sequence[dict[Any, Any]], requests: StateRequests) -> None:
-    """Write the names of all ranks' parameters into the groups to save; collective.
-
-    A stack whose layers or experts are all in one group has one name.
-    """
-    entries = gather_unique(
+def _params_of_groups(requests: StateRequests) -> list[tuple[int, int, str, str]]:
+    """Return positions of optimizers and groups with keys and names of parameters; collective."""
+    return gather_unique(
         (position, group, space.key, space.name)
         for (position, group), spaces in requests.spaces_of.items()
         for space in spaces
     )
+
+
+def _name_params(
+    states: Sequence[dict[Any, Any]], entries: Sequence[tuple[int, int, str, str]]
+) -> None:
+    """Write the names of all ranks' parameters into the groups to save.
+
+    A stack whose layers or experts are all in one group has one name.
+    """
     groups_of: dict[str, set[tuple[int, int]]] = {}
     for position, number, key, _ in entries:
         groups_of.setdefault(key, set()).add((position, number))
@@ -185,7 +198,7 @@ def load(links: Sequence[ChainLink], state: Mapping[Any, Any]) -> None:
     loaded = state.get(PARAM_STATE, {})
     # groups and loss scale that are stored with buckets are treated as other optimizers' state
     beside = list(loaded.get("buckets", {}).values()) or state[REQUESTS].common
-    adopt_common(links, [*children_of(state), *beside])
+    adopt_common(links, [*children_of(state), *beside], state[REQUESTS].members)
     # after the common counts, which those of single parameters replace
     state[REQUESTS].take(loaded)
 
@@ -212,10 +225,13 @@ def load_groups(links: Sequence[ChainLink], state: Any) -> None:
     adopt_common(links, state)
 
 
-def adopt_common(links: Sequence[ChainLink], state: Any) -> None:
+def adopt_common(
+    links: Sequence[ChainLink], state: Any, members: Members = MappingProxyType({})
+) -> None:
     """Load groups, step counts and loss scale, also from another chain of optimizers.
 
-    Each step count becomes that of the matching groups in the checkpoint.
+    Each step count becomes that of the matching groups in the checkpoint. ``members`` are the names
+    of the groups' parameters, if they are known.
     """
     saved, steps = saved_groups(state), saved_steps(state)
     scalers = [child["grad_scaler"] for child in children_of(state) if child.get("grad_scaler")]
@@ -223,11 +239,11 @@ def adopt_common(links: Sequence[ChainLink], state: Any) -> None:
         if link.storage.is_stub_optimizer:
             continue
         for group in link.storage.optimizer.param_groups:
-            adopt(group, saved)
+            adopt(group, saved, members)
         link.storage.loaded_groups = saved
         link.storage.steps = steps
         if link.storage.grad_scaler and scalers:
             link.storage.grad_scaler.load_state_dict(scalers[0])
         for update_rule in link.update_rules:
             with link.groups_and_state(update_rule) as (groups, values):
-                update_rule.set_steps(groups, values, steps_of(groups, saved, steps))
+                update_rule.set_steps(groups, values, steps_of(groups, saved, steps, members))

@@ -68,6 +68,8 @@ class StateRequests:
         # of each parameter that this rank stores, by index of the optimizer in the chain and of
         # the group, to name the parameters of groups
         self.spaces_of: dict[tuple[int, int], list[ParameterSpace]] = {}
+        # keys and names of the parameters of all ranks, by the identity of their group
+        self.members: dict[str, set[str]] = {}
         # the index of a value names it in the state dict. Ranks need not agree on it, because a
         # checkpoint goes by the keys of the pieces
         self._values = [

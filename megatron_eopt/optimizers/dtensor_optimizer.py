@@ -314,9 +314,9 @@ class DTensorOptimizer(CompositeOptimizer):
             state_dict = before(self, state_dict) or state_dict
         self.allocate_for_load()
         match, loaded = raise_together(lambda: self.checked(state_dict, self.policy))
-        for group, place in zip(self.param_groups, match.twins, strict=True):
-            if place is not None:
-                take_settings(group, state_dict["param_groups"][place])
+        for group, saved in zip(self.param_groups, match.twins, strict=True):
+            if saved is not None:
+                take_settings(group, saved)
         self.take(loaded)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

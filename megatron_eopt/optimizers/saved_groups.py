@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError
@@ -13,8 +14,14 @@ from megatron_eopt.config.registry import meaning_of, meanings_of, name_of_class
 from megatron_eopt.config.writers import UNKNOWN, momentum_of, writers_by_settings
 from megatron_eopt.optimizers.continuation import SavedState
 from megatron_eopt.routing.groups import GROUP_ID
+from megatron_eopt.routing.plain_names import match_names
 
 type Groups = Sequence[Mapping[str, Any]]
+
+type Members = Mapping[str, Collection[str]]
+"""Names of the parameters of groups, by the identity of the group."""
+
+_NONE: Members = MappingProxyType({})
 
 PARAM_NAMES = "param_names"
 """Key of the names of a saved group's parameters; torch uses it, too."""
@@ -188,7 +195,11 @@ def saved_groups(state: Any) -> list[Mapping[str, Any]]:
         # megatron-core stores one count beside the state, if all parameters have the same
         common = inner.get("state", {}).get("common_step")
         counted = {} if common is None else {STEP: common}
-        found += [{**counted, **group} for group in inner.get("param_groups", ())]
+        # state dicts have names beside their groups, other checkpoints in them
+        names = inner.get(PARAM_NAMES)
+        for group in inner.get("param_groups", ()):
+            named = {} if names is None else {PARAM_NAMES: [names.get(n) for n in group["params"]]}
+            found.append({**counted, **group, **named})
     return found
 
 
@@ -211,13 +222,14 @@ def saved_steps(state: Any) -> int:
     return max((int(step) for step in found if step is not None), default=0)
 
 
-def steps_of(groups: Groups, saved: Groups, otherwise: int) -> int:
+def steps_of(groups: Groups, saved: Groups, otherwise: int, members: Members = _NONE) -> int:
     """Return the step count of the matching groups of a checkpoint.
 
     If all groups are new, because a flag or an override has changed, it is the count of groups of
     the same optimizer, else ``otherwise``.
     """
-    twins = [saved[place] for group in groups if (place := find_group(group, saved)) is not None]
+    places = (find_group(group, saved, members) for group in groups)
+    twins = [saved[place] for place in places if place is not None]
     names = set(map(optimizer_of, groups)) - {None}
     alike = [group for group in saved if names & {*writers_of(group)}]
     for its in (twins, alike):
@@ -226,23 +238,49 @@ def steps_of(groups: Groups, saved: Groups, otherwise: int) -> int:
     return otherwise
 
 
-def adopt(group: dict[str, Any], saved: Groups) -> None:
+def adopt(group: dict[str, Any], saved: Groups, members: Members = _NONE) -> None:
     """Load the settings of the matching group of a checkpoint, except those of the schedule.
 
     A group without a match keeps its settings; its parameters may have had another optimizer.
     """
-    place = find_group(group, saved)
+    place = find_group(group, saved, members)
     if place is not None:
         take_settings(group, saved[place])
 
 
 def take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Load a group's settings, except those that describe or schedule this run's group."""
+    """Load a group's settings, except those that describe or schedule this run's group.
+
+    What the two groups override differently is this run's. A learning rate then begins where the
+    schedule of the checkpoint has come to.
+    """
     # a load must not change the schedule, nor what megatron-core matches groups by
     keep = {"params", STEP, "default_config", GROUP_ID, "max_lr", "min_lr", *_identifiers()}
     # this run chooses torch's implementation and where it counts steps
     keep |= {PARAM_NAMES, "fused", "foreach", "capturable"}
+    changed = _overridden_otherwise(group, saved)
+    keep |= {_WRITTEN_BY_SCHEDULES.get(name, name) for name in changed}
+    known = saved.get("lr"), saved.get("max_lr"), group.get("max_lr")
+    if "max_lr" in changed and None not in known and saved["max_lr"] > 0:
+        group["lr"] = saved["lr"] * (group["max_lr"] / saved["max_lr"])
     group.update({key: value for key, value in saved.items() if key not in keep})
+
+
+_WRITTEN_BY_SCHEDULES = {"max_lr": "lr", "start_wd": "weight_decay", "end_wd": "weight_decay"}
+"""Settings that schedules change in each step, by the values that these start from."""
+
+
+def _overridden_otherwise(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    """Return the settings that only one of two groups overrides, or both with other values."""
+    first, second = _overrides(one), _overrides(other)
+    both = first.keys() & second.keys()
+    return (first.keys() ^ second.keys()) | {name for name in both if first[name] != second[name]}
+
+
+def _overrides(group: Mapping[str, Any]) -> dict[str, Any]:
+    names = f"{identity_of(group)}//".split("/")[2].split("+")
+    written = {"", *_WRITTEN_BY_SCHEDULES.values()}
+    return {name: group.get(name) for name in names if name not in written}
 
 
 def kind_of_group(group: Mapping[str, Any]) -> str:
@@ -281,15 +319,39 @@ def is_identified(group: Mapping[str, Any]) -> bool:
     return GROUP_ID in group or any(key.endswith("is_expert_parallel") for key in group)
 
 
-def find_group(group: Mapping[str, Any], saved: Groups) -> int | None:
-    """Find a group by its identity, or by megatron-core's keys if megatron-core wrote it.
+def find_group(group: Mapping[str, Any], saved: Groups, members: Members = _NONE) -> int | None:
+    """Find the saved group that had a group's parameters.
 
-    A group of another optimizer never matches, because its settings mean other things.
+    Several may have had some: then one with the same overrides, or else with most parameters. If
+    none had any, or names are not known, a group is found by its identity, or by megatron-core's
+    keys if megatron-core wrote it. A group of another optimizer never matches, because its settings
+    mean other things.
+
+    Args:
+        group: The group.
+        saved: The groups of a checkpoint.
+        members: Names of the parameters of this run's groups, by the identity of the group.
     """
     mine = optimizer_of(group)
+    names = members.get(identity_of(group), ())
+    same: list[int] = []
+    holding: list[tuple[bool, int, int]] = []
     for place, candidate in enumerate(saved):
-        if mine != writers_of(candidate)[0]:
+        writers = writers_of(candidate)
+        # settings of several classes of one form are taken for those of the most likely one only
+        # if megatron-core wrote them
+        if mine != writers[0] or (len(writers) > 1 and not is_identified(candidate)):
             continue
+        theirs = candidate.get(PARAM_NAMES) or candidate.get("params", ())
+        known = {name for name in theirs if isinstance(name, str)}
+        is_same = not _overridden_otherwise(group, candidate)
+        if held := len(match_names(names, known)):
+            holding.append((is_same, held, -place))
+        if is_same or not (names and known):
+            same.append(place)
+    if holding:
+        return -max(holding)[2]
+    for place, candidate in ((place, saved[place]) for place in same):
         if GROUP_ID in group and GROUP_ID in candidate:
             if identity_of(group) == identity_of(candidate):
                 return place

@@ -37,7 +37,6 @@ from megatron_eopt.optimizers.saved_groups import (
     optimizer_of,
     state_in,
     with_names,
-    writers_of,
 )
 from megatron_eopt.optimizers.update_rule import OF_GROUPS, UpdateRule, set_step
 from megatron_eopt.routing.groups import GROUP_ID
@@ -150,7 +149,7 @@ class StateDictMatch:
         groups: Groups,
         targets: Sequence[Sequence[Target]],
     ) -> None:
-        saved = _groups_of(state_dict)
+        saved = _with_settings(_groups_of(state_dict), groups)
         self._state: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
         self._targets = [target for its in targets for target in its]
         self._group_of = {number: group for group in saved for number in group["params"]}
@@ -160,8 +159,6 @@ class StateDictMatch:
         known = {name: number for number, name in (given or {}).items()}
         if given is None and is_named:
             known = {number: number for number in self._group_of}
-        # the matching group of the state dict for each group, None if it has none
-        self.twins: list[int | None] = [find_group(group, saved) for group in groups]
         found = match_names((target.wanted.name for target in self._targets), known)
         if given is not None or not self._targets or found:
             self._numbers = {name: known[its] for name, its in found.items()}
@@ -174,15 +171,25 @@ class StateDictMatch:
             for place, its in zip(places, targets, strict=True):
                 if not has_names(saved[place], (t.wanted.name for t in its)):
                     raise _of_others(saved[place])
-            # settings of another optimizer mean other things
-            self.twins = [
-                place if writers_of(saved[place]) == (optimizer_of(group),) else None
-                for group, place in zip(groups, places, strict=True)
-            ]
             text = "the state dict does not name its parameters: they are matched by order"
             log_single_rank(logger, logging.INFO, text)
         # names as they were saved, and as they are here; a wrapper may have come or gone since
         both = [{number: name for name, number in its.items()} for its in (known, self._numbers)]
+        here = both[1]
+        named = [
+            {**group, PARAM_NAMES: [here[n] for n in group["params"] if n in here]}
+            for group in saved
+        ]
+        self.members = {
+            identity_of(group): [target.wanted.name for target in its]
+            for group, its in zip(groups, targets, strict=True)
+        }
+        twins = [find_group(group, named, self.members) for group in groups]
+        if len({*map(optimizer_of, groups)}) > 1 and not all(map(is_identified, saved)):
+            # one torch optimizer's settings are not for one of several here
+            twins = [None for _ in groups]
+        # the matching group of the state dict for each group, None if it has none
+        self.twins = [None if place is None else saved[place] for place in twins]
         # once for each group, because this reads the names of all its parameters
         self._merged = {
             id(group): merged_optimizers(
@@ -262,6 +269,23 @@ class StateDictMatch:
         merged = self._merged[id(group)] if isinstance(number, str) else None
         groups: Groups = [{**group, GROUP_ID: name} for name in merged or ()] or [group]
         return state_in(groups, keys, reader)
+
+
+def _with_settings(saved: Groups, groups: Groups) -> Groups:
+    """Return saved groups, with settings for those that torch has left without.
+
+    torch gives the settings of a saved group to the last one of several groups that hold its
+    parameters now. The identity still tells that other parameters had these settings.
+    """
+    told = [group for group in saved if group.keys() > {"params"}]
+    if len(saved) != len(groups) or not told:
+        return saved
+    result = []
+    for its, group in zip(saved, groups, strict=True):
+        alike = (donor for donor in told if optimizer_of(donor) == optimizer_of(group))
+        donor = its if its.keys() > {"params"} else next(alike, told[0])
+        result.append({**donor, "params": its["params"]})
+    return result
 
 
 def _by_path(values: Mapping[str, Any], keys: Collection[str]) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ emerging-optimizers. The table of pairs in docs/how_to/checkpoints.md is written
 """
 
 import copy
+import itertools
 import logging
 import re
 from collections.abc import Callable
@@ -33,11 +34,15 @@ from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.optimizers.nested_state import leaves
 from megatron_eopt.optimizers.saved_groups import writers_of
 from tests.harness.log import listening
-from tests.harness.writers import DECAY, STEPS, classes, gradient, writers, written
+from tests.harness.tiers import mostly_long
+from tests.harness.writers import DECAY, STEPS, classes, gradient, made, train, writers, written
 from tests.unit.fsdp2.model import eager
 
 NAMES = optimizer_names()
 PAGE = Path(__file__).parents[3] / "docs/how_to/checkpoints.md"
+NO_NAMES = {"timm.optim.Lookahead", "torch.optim.LBFGS", "torch.optim.SparseAdam"}
+NO_NAMES |= {"emerging_optimizers.PSGDPro"}
+"""Classes whose state torch's functions cannot name or flatten."""
 BEGIN, END = "<!-- pairs of optimizers -->\n", "<!-- end of pairs -->\n"
 WORDS = {"refused": "name it"}
 
@@ -256,6 +261,41 @@ def test_torchs_distributed_checkpoints_tell_who_wrote_them(tmp_path, writer, fl
         checkpoint.load(state, checkpoint_id=folder, no_dist=True)
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
         assert not values(optimizer.state_dict())["exp_avg"].any()
+
+
+def through_torch(writer: str, reader: str, *, flat: bool) -> str:
+    """Load a writer's state by torch's functions; say what happened."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    theirs, ours = (nn.Sequential(nn.Linear(6, 6, bias=False)) for _ in range(2))
+    nn.init.constant_(theirs[0].weight, 1 / 6)
+    other = made(writer, theirs[0].weight)
+    train(other, theirs[0].weight)
+    saved = get_optimizer_state_dict(theirs, other, options=options)
+    ours[0].weight, optimizer = built(reader)
+
+    def load() -> None:
+        set_optimizer_state_dict(ours, optimizer, saved, options=options)
+
+    return outcome_of(load, writer, reader, optimizer)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["by name", "flattened"])
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    mostly_long(
+        itertools.product([name for name in writers() if name not in NO_NAMES], NAMES),
+        ("emerging_optimizers.LaProp", "adam"),
+        ("emerging_optimizers.LaProp", "laprop"),
+        ("torch.optim.AdamW", "adam"),
+        ("torch.optim.RMSprop, momentum", "muon"),
+        ("torch.optim.SGD, dampening", "muon"),
+        ("torch.optim.SGD, dampening", "sgd"),
+        ("torch.optim.Adam, maximize", "lion"),
+    ),
+)
+def test_torchs_functions_load_the_same_state(writer, reader, flat):
+    allowed = {outcome(writer, reader)} | ({"refused"} if flat else set())
+    assert through_torch(writer, reader, flat=flat) in allowed
 
 
 if __name__ == "__main__":
