@@ -1,7 +1,7 @@
 """Names of parameters in the whole model, which are the same at every parallel layout."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.routing.places import of_megatron
-from megatron_eopt.routing.plain_names import held_paths, plain_names, words_of
+from megatron_eopt.routing.plain_names import held_paths, plain_names, renamed, renamed_paths
 
 _OUTPUT = re.compile(r"\boutput_layer\.weight$")
 # ``local_experts.3``, and ``weight3`` or ``bias3`` of grouped experts
@@ -31,40 +31,32 @@ def counted_names(model: torch.nn.Module, *, with_wrappers: bool = False) -> dic
     Megatron's layers are numbered over all pipeline stages, its experts over all ranks. An output
     layer that copies a tied embedding has the embedding's name.
     """
-    layers, experts = {}, {}
+    layers: dict[str, str] = {}
+    experts: dict[str, Sequence[int] | None] = {"": None}
     for path, module in model.named_modules():
+        above, _, child = path.rpartition(".")
         # Megatron's numbers begin with 1, but those of other modules may begin with 0
-        if isinstance(number := getattr(module, "layer_number", None), int) and of_megatron(module):
-            layers[path] = number - 1
-        # what a rank calls expert 0 is another expert on each expert-parallel rank
-        if indices := getattr(module, "local_expert_indices", None):
-            experts[path] = list(indices)
+        number = getattr(module, "layer_number", None)
+        if child.isdigit() and isinstance(number, int) and of_megatron(module):
+            layers[path] = str(number - 1)
+        if path:
+            # what a rank calls expert 0 is another expert on each expert-parallel rank
+            experts[path] = experts[above] or getattr(module, "local_expert_indices", None)
     held = frozenset[str]() if with_wrappers else held_paths(model)
-    found = {name: _counted(name, layers, experts, held) for name, _ in model.named_parameters()}
+    paths = renamed_paths(model, held, layers)
+    found = {}
+    for name, _ in model.named_parameters():
+        found[name] = renamed(name, paths)
+        if (indices := experts[name.rpartition(".")[0]]) is not None:
+            found[name] = _EXPERT.sub(_numbered(indices), found[name])
     for name, param in model.named_parameters():
         if getattr(param, "shared_embedding", False):
             found[name] = _OUTPUT.sub("embedding.word_embeddings.weight", found[name])
     return found
 
 
-def _counted(
-    name: str,
-    layers: Mapping[str, int],
-    experts: Mapping[str, Sequence[int]],
-    held: Collection[str],
-) -> str:
-    if not (layers or experts or held):
-        return name
-    words = words_of(name)
-    counted = ".".join(
-        str(layers[path]) if word.isdigit() and path in layers else word
-        for path, word in words.items()
-        if path not in held
-    )
-    indices = next((experts[path] for path in words if path in experts), None)
-    if indices is None:
-        return counted
-    return _EXPERT.sub(lambda match: str(indices[int(match[0])]), counted)
+def _numbered(indices: Sequence[int]) -> Callable[[re.Match[str]], str]:
+    return lambda match: str(indices[int(match[0])])
 
 
 def names_in(model_chunks: Sequence[Any]) -> dict[Tensor, str]:

@@ -7,8 +7,8 @@ model is wrapped, as in torch's distributed checkpoints.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
-from itertools import accumulate
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 
 from torch import nn
 
@@ -28,14 +28,39 @@ _PARAMETRIZED = re.compile(r"(?<!\w)parametrizations\.(\w+)\.original$")
 
 def plain_paths(model: nn.Module) -> dict[str, str]:
     """Return the path of each module without wrappers, by its path in ``named_modules``."""
-    held = held_paths(model)
-    return {path: _without(path, held) for path, _ in model.named_modules()}
+    return renamed_paths(model, held_paths(model))
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
     """Return the name of each parameter without wrappers, by its name in ``named_parameters``."""
-    held = held_paths(model)
-    return {name: _without(name, held) for name, _ in model.named_parameters()}
+    paths = plain_paths(model)
+    return {name: renamed(name, paths) for name, _ in model.named_parameters()}
+
+
+def renamed_paths(
+    model: nn.Module, held: Collection[str], words: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """Return another path of each module, by its path in ``named_modules``.
+
+    Args:
+        model: The model.
+        held: Paths whose last component is left out.
+        words: What replaces the last component of some paths.
+    """
+    found = {"": ""}
+    for path, _ in model.named_modules():
+        above, _, child = path.rpartition(".")
+        if path in held:
+            found[path] = found[above]
+        elif path:
+            found[path] = f"{found[above]}.{words.get(path, child)}".lstrip(".")
+    return found
+
+
+def renamed(name: str, paths: Mapping[str, str]) -> str:
+    """Return a parameter's name with another path of its module."""
+    above, _, leaf = name.rpartition(".")
+    return f"{paths[above]}.{leaf}".lstrip(".")
 
 
 def held_paths(model: nn.Module) -> frozenset[str]:
@@ -50,18 +75,6 @@ def held_paths(model: nn.Module) -> frozenset[str]:
         if by_class or re.fullmatch(_PRIVATE, child):
             found.add(path)
     return frozenset(found)
-
-
-def words_of(name: str) -> dict[str, str]:
-    """Return the components of a name, each by its path."""
-    words = name.split(".")
-    return dict(zip(accumulate(words, "{}.{}".format), words, strict=True))
-
-
-def _without(name: str, held: Collection[str]) -> str:
-    if not held:
-        return name
-    return ".".join(word for path, word in words_of(name).items() if path not in held)
 
 
 def tensor_name(name: str) -> str:
