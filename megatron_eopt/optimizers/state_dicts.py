@@ -37,6 +37,7 @@ from megatron_eopt.optimizers.saved_groups import (
     optimizer_of,
     state_in,
     with_names,
+    writers_of,
 )
 from megatron_eopt.optimizers.update_rule import OF_GROUPS, UpdateRule, set_step
 from megatron_eopt.routing.groups import GROUP_ID
@@ -152,6 +153,7 @@ class StateDictMatch:
         saved = _with_settings(_groups_of(state_dict), groups)
         self._state: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
         self._targets = [target for its in targets for target in its]
+        self._unnamed: Groups = ()  # groups of another package, matched by order
         self._group_of = {number: group for group in saved for number in group["params"]}
         # torch's distributed checkpoints have names in place of numbers
         is_named = all(isinstance(number, str) for number in self._group_of)
@@ -167,6 +169,7 @@ class StateDictMatch:
             self._numbers = _by_place(saved, range(len(groups)), targets)
         else:
             places = _in_order(saved, groups)
+            self._unnamed = () if all(map(is_identified, saved)) else saved
             self._numbers = _by_place(saved, places, targets)
             for place, its in zip(places, targets, strict=True):
                 if not has_names(saved[place], (t.wanted.name for t in its)):
@@ -233,7 +236,11 @@ class StateDictMatch:
             ) -> str | None:
                 if getattr(values[other], "is_meta", False):
                     return "is on the meta device, without values"
-                return problem_with(target, key, values[other])
+                problem = problem_with(target, key, values[other])
+                if problem and self._unnamed:
+                    # what fits may then be another parameter's, too
+                    raise _unnamed(self._unnamed, f"{target.wanted.name}: {key} {problem}")
+                return problem
 
             writers = saved.optimizers
             its = report.decide(wanted, saved, misfit)
@@ -307,7 +314,7 @@ def _by_place(
     for its, place in zip(targets, places, strict=True):
         numbers = [] if place is None or place >= len(saved) else saved[place]["params"]
         if len(numbers) != len(its):
-            raise _another(f"{len(numbers)} parameters of a group", len(its))
+            raise _another(saved, f"{len(numbers)} parameters of a group", len(its))
         found |= {item.wanted.name: n for item, n in zip(its, numbers, strict=True)}
     return found
 
@@ -333,7 +340,7 @@ def _in_order(saved: Groups, groups: Groups) -> list[int]:
     if all(map(is_identified, saved)):
         return match_all(saved, groups)
     if len(saved) != len(groups):
-        raise _another(f"{len(saved)} parameter groups", len(groups))
+        raise _another(saved, f"{len(saved)} parameter groups", len(groups))
     return list(range(len(groups)))
 
 
@@ -343,7 +350,22 @@ def _of_others(group: Mapping[str, Any]) -> ConfigurationError:
     return ConfigurationError("state_dict", identity_of(group), rule, hint)
 
 
-def _another(found: str, wanted: int) -> ConfigurationError:
+def _unnamed(saved: Groups, problem: str) -> ConfigurationError:
+    writers = sorted({name for group in saved for name in writers_of(group)[:1]})
+    return ConfigurationError(
+        "state_dict",
+        f"{len(saved)} parameter groups with the settings of {' and '.join(writers)}",
+        f"does not name its parameters, and by order they do not fit: {problem}",
+        "In your own loop, load it into an optimizer of the class that wrote it, and pass what "
+        "torch's get_optimizer_state_dict(model, that_optimizer) returns to "
+        "set_optimizer_state_dict. For torch.optim.Muon's momenta alone, use "
+        "fsdp2.import_torch_muon",
+    )
+
+
+def _another(saved: Groups, found: str, wanted: int) -> ConfigurationError:
+    if not all(map(is_identified, saved)):
+        return _unnamed(saved, f"it has {found}, and not {wanted}")
     return ConfigurationError(
         "state_dict",
         found,
