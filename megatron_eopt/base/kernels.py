@@ -24,7 +24,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from megatron_eopt.base import gpu
-from megatron_eopt.base.agreement import gather_objects, is_rank_0
+from megatron_eopt.base.agreement import gather_objects, is_rank_0, raise_together
+from megatron_eopt.base.errors import check_choice
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Family:
         self._is_meant_for = is_meant_for
         self._cases: Callable[[torch.device], Iterator[Case]] | None = None
         self._faults: dict[torch.device, str | None] = {}
+        self._excluded: set[torch.device] = set()  # where another rank cannot use them
         FAMILIES[name] = self
 
     def checked_by[F: Callable[[torch.device], Iterator[Case]]](self, cases: F) -> F:
@@ -77,22 +79,29 @@ class Family:
         if not is_on():
             return False
         # fake tensors first, since they may claim to be on a GPU that this machine lacks
-        return is_fake(tensor) or (_is_on_gpu(tensor) and self.fault(tensor.device) is None)
+        if is_fake(tensor):
+            return True
+        device = tensor.device
+        return _is_on_gpu(tensor) and device not in self._excluded and self.fault(device) is None
 
     def fault(self, device: torch.device, *, warns: bool = True) -> str | None:
         """Return what is wrong with the kernels on a device, None if nothing is; checked once."""
         if device not in self._faults:
             # what the check itself calls may ask, too
             self._faults[device] = None
-            fault = self._first_fault(device) if self._is_meant_for(device) else _NOT_MEANT
+            try:
+                fault = self._first_fault(device) if self._is_meant_for(device) else _NOT_MEANT
+            except BaseException:  # such as Ctrl-C: the check has not been done
+                del self._faults[device]
+                raise
             self._faults[device] = fault
             if fault and warns:
                 self.warn(fault)
         return self._faults[device]
 
-    def exclude(self, device: torch.device) -> None:
-        """Use torch's functions on a device from now on."""
-        self._faults[device] = _NOT_MEANT
+    def exclude(self, device: torch.device, excluded: bool) -> None:
+        """Say whether another rank cannot use them, so that this one does not either."""
+        (self._excluded.add if excluded else self._excluded.discard)(device)
 
     def warn(self, fault: str) -> None:
         """Log that torch's functions are used."""
@@ -107,6 +116,7 @@ class Family:
     def forget(self) -> None:
         """Check the kernels anew at their next use."""
         self._faults.clear()
+        self._excluded.clear()
 
     @contextmanager
     def launching(self, tensor: Tensor) -> Iterator[None]:
@@ -151,11 +161,23 @@ class Family:
 
 
 _wanted = True  # by the optimizer that was built last
+_OF_SWITCH = dict.fromkeys(("1", "true", "on", "yes", ""), True)
+_OF_SWITCH |= dict.fromkeys(("0", "false", "off", "no"), False)
 
 
 def is_on() -> bool:
-    """Return whether kernels are used at all."""
-    return _wanted and os.environ.get(SWITCH, "1") != "0"
+    """Return whether kernels are used at all.
+
+    Raises:
+        ConfigurationError: If the environment variable has another value than 0 and 1.
+    """
+    return _wanted and _switch()
+
+
+def _switch() -> bool:
+    text = os.environ.get(SWITCH, "1")
+    check_choice(SWITCH, text.strip().lower(), _OF_SWITCH)
+    return _OF_SWITCH[text.strip().lower()]
 
 
 def agree(*, wanted: bool) -> None:
@@ -163,8 +185,15 @@ def agree(*, wanted: bool) -> None:
 
     A family that does not work on one rank is not used by any. ``wanted`` is the setting of the
     optimizer that is being built.
+
+    Raises:
+        ConfigurationError: On all ranks, if one has another value of the switch than 0 and 1.
     """
     global _wanted
+    raise_together(_switch)
+    if wanted != _wanted and is_rank_0():
+        text = "optimizer_kernels=%s now holds for all optimizers of this process"
+        logger.warning(text, wanted)
     _wanted = wanted
     probe = torch.empty(0, device="cuda") if gpu.is_there() else None
     mine: dict[str, str | None] = {}
@@ -176,10 +205,8 @@ def agree(*, wanted: bool) -> None:
     for name in mine if is_on() else ():
         found = {rank: its.get(name) for rank, its in enumerate(of_ranks)}
         faults = {rank: fault for rank, fault in found.items() if fault is not None}
-        if not faults:
-            continue
         assert probe is not None
-        FAMILIES[name].exclude(probe.device)
+        FAMILIES[name].exclude(probe.device, bool(faults))
         told = next((f"rank {rank}: {fault}" for rank, fault in faults.items() if fault), None)
         if told and is_rank_0():
             FAMILIES[name].warn(told)

@@ -58,7 +58,8 @@ def own_triples(coefficients: object) -> tuple[Triple, ...] | None:
     """
     try:
         rows = np.asarray(coefficients)
-    except ValueError:  # rows of different lengths
+    # rows of different lengths, or numbers of other libraries that numpy does not read
+    except (ValueError, TypeError, RuntimeError):
         return None
     is_triples = rows.ndim in (1, 2) and rows.shape[-1] == 3 and rows.size > 0
     if rows.dtype.kind not in "iuf" or not is_triples:

@@ -200,13 +200,13 @@ def _train_with_the_example(distributed: bool) -> tuple[list[float], bool]:
     import torch
 
     from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
+    from megatron_eopt.base.imports import import_file
     from megatron_eopt.config.registry import is_registered
     from tests.harness.megatron import initialize_megatron
     from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
 
     if not is_registered("sign_per_matrix"):
-        spec = importlib.util.spec_from_file_location("my_optimizer", EXAMPLE)
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        import_file(str(EXAMPLE))
     initialize_megatron()
     torch.manual_seed(1)
     chunk = wrap_ddp(tiny_gpt(layers=1), use_distributed_optimizer=distributed)

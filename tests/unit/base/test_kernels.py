@@ -109,6 +109,41 @@ def test_one_switch_turns_all_kernels_off_and_checks_none(monkeypatch, way):
         assert all(family.runs(X) for family in FAMILIES.values())
 
 
+@pytest.mark.parametrize(
+    ("text", "is_on"), [("off", False), ("False", False), ("", True), ("1", True)]
+)
+def test_the_switch_takes_words(monkeypatch, text, is_on):
+    monkeypatch.setenv(kernels.SWITCH, text)
+    assert kernels.is_on() == is_on
+
+
+def test_other_values_of_the_switch_raise_an_error_when_an_optimizer_is_built(monkeypatch):
+    monkeypatch.setenv(kernels.SWITCH, "torch")
+    with pytest.raises(ConfigurationError, match=f"{kernels.SWITCH}='torch'"):
+        kernels.agree(wanted=True)
+
+
+def test_a_check_that_is_interrupted_is_done_again():
+    with (
+        checked_kernels(),
+        mock.patch.object(
+            kernels.Family, "_first_fault", side_effect=[KeyboardInterrupt, "a fault"]
+        ),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            passes.KERNELS.runs(X)
+        assert not passes.KERNELS.runs(X)
+
+
+def test_what_another_rank_cannot_use_counts_for_one_build(monkeypatch):
+    device = X.device
+    with checked_kernels():
+        passes.KERNELS.exclude(device, True)
+        assert not passes.KERNELS.runs(X)
+        passes.KERNELS.exclude(device, False)
+        assert passes.KERNELS.runs(X)
+
+
 def test_graphs_need_kernels(monkeypatch):
     config = EmergingOptimizerConfig(optimizer_cuda_graph=True)
     monkeypatch.setattr(gpu, "is_there", lambda: True)
