@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the environment, then checks format, lint, types and documentation, and runs the tests.
 #
-#   ./scripts/test.sh         the checks for every change (about 10 minutes on two cores)
+#   ./scripts/test.sh         the checks for every change (about 14 minutes on two cores)
 #   ./scripts/test.sh --all   also runs the long tests: soaks, kills, many layouts. Without further
 #                             arguments, it writes the results to docs/reference/long_tier.md
 #
