@@ -134,14 +134,17 @@ def _product(
     symmetric: bool = True,
     applies: bool = False,
 ) -> Callable[[], object]:
-    left = torch.empty(2, m, m if applies else k, dtype=dtype)
-    if tall:
-        left = left.mT.contiguous().mT
-    right = torch.empty(2, m, k, dtype=dtype) if applies else left.mT
-    out = torch.empty(2, m, right.shape[-1], dtype=dtype)
-    numbers = (0.5, 2.0, gamma, 4.0)
-    addend = torch.empty_like(out) if add else None
-    return lambda: triton_products.launch(left, right, addend, out, numbers, symmetric)
+    def launch() -> None:
+        left = torch.empty(2, m, m if applies else k, dtype=dtype)
+        if tall:
+            left = left.mT.contiguous().mT
+        right = torch.empty(2, m, k, dtype=dtype) if applies else left.mT
+        out = torch.empty(2, m, right.shape[-1], dtype=dtype)
+        numbers = (0.5, 2.0, gamma, 4.0)
+        addend = torch.empty_like(out) if add else None
+        triton_products.launch(left, right, addend, out, numbers, symmetric)
+
+    return launch
 
 
 def _pass(

@@ -161,7 +161,7 @@ class Family:
 
 
 _wanted = True  # by the optimizer that was built last
-_OF_SWITCH = dict.fromkeys(("1", "true", "on", "yes", ""), True)
+_OF_SWITCH = dict.fromkeys(("1", "true", "on", "yes"), True)
 _OF_SWITCH |= dict.fromkeys(("0", "false", "off", "no"), False)
 
 
@@ -175,9 +175,11 @@ def is_on() -> bool:
 
 
 def _switch() -> bool:
-    text = os.environ.get(SWITCH, "1")
-    check_choice(SWITCH, text.strip().lower(), _OF_SWITCH)
-    return _OF_SWITCH[text.strip().lower()]
+    # read at each launch, so without a list of choices where nothing is wrong
+    text = os.environ.get(SWITCH, "").strip().lower() or "1"
+    if text not in _OF_SWITCH:
+        check_choice(SWITCH, text, _OF_SWITCH)
+    return _OF_SWITCH[text]
 
 
 def agree(*, wanted: bool) -> None:
