@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_eopt.base.renamed import new_names
 from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.fields import changed_fields, field_defaults
 from megatron_eopt.config.registry import Overrides
@@ -57,7 +56,7 @@ class BridgeOptimizerConfig(EmergingOptimizerConfig):
         if lost:
             text = "%s has these settings, which BridgeOptimizerConfig does not have: %s"
             logger.warning(text, type(config).__name__, ", ".join(sorted(lost)))
-        return cls(**{n: v for n, v in kept.items() if n in known} | new_names(fields))
+        return cls(**{n: v for n, v in kept.items() if n in known} | fields)
 
     def __post_init__(self) -> None:
         """Skip the checks, because fields may still change."""

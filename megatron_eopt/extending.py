@@ -1,7 +1,6 @@
 """Public names to add a storage or an update rule, and the layer-wise distributed optimizer."""
 
 from megatron_eopt.base.quiet import importing_quietly
-from megatron_eopt.base.renamed import renamed
 
 with importing_quietly():
     from megatron_eopt.config.registry import EmergingOptimizerEntry
@@ -25,12 +24,3 @@ __all__ = [
     "build_sharded",
     "register_storage",
 ]
-
-__getattr__ = renamed(
-    __name__,
-    {
-        "Stored": "MainShard",
-        "Wanted": "OptimizerBuildContext",
-        "chain_of_slabs": "build_replicated",
-    },
-)

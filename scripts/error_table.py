@@ -24,7 +24,7 @@ error](../how_to/troubleshooting.md) explains frequent ones. Not listed are valu
 unknown names, whose errors say the bounds or the nearest names.
 """
 AREAS = {
-    "Flags and settings": ("arguments/", "config/", "base/renamed.py"),
+    "Flags and settings": ("arguments/", "config/"),
     "Megatron's trainer": ("megatron_lm/",),
     "torch FSDP2 and Megatron-FSDP": (
         *("wrappers/dtensors.py", "wrappers/fsdp2.py", "wrappers/megatron_fsdp.py"),

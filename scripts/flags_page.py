@@ -15,7 +15,6 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.arguments import add_arguments
 from megatron_eopt.arguments.flags import groups
-from megatron_eopt.base.renamed import SETTINGS as RENAMED
 from megatron_eopt.config.config import default_values
 from megatron_eopt.config.fields import field_docs, field_types
 from megatron_eopt.math.coefficients import CoefficientsLike, coefficient_names
@@ -146,7 +145,4 @@ def page() -> str:
         names = [name for name in settings.names() if settings.section(name) == key]
         lines = [f"## {title}", "", "| Setting | Values | Default | Meaning |", "|---|---|---|---|"]
         parts.append("\n".join([*lines, *map(settings.row, names), ""]))
-    lines = ["## Renamed settings", "", "Old names work for one more release, in every place.", ""]
-    lines += ["| Old name | Name |", "|---|---|"]
-    lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
-    return "\n".join([*parts, *lines, ""])
+    return "\n".join(parts)

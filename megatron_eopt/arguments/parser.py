@@ -21,7 +21,6 @@ from megatron_eopt.arguments.flags import (
 )
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.imports import import_file
-from megatron_eopt.base.renamed import SETTINGS, new_names
 from megatron_eopt.config.config import EmergingOptimizerConfig, default_values
 from megatron_eopt.config.config_file import ALLOWED, read_optimizer_file
 from megatron_eopt.config.values import read_fields
@@ -50,10 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         for name, text in flags.items():
             if name.replace("-", "_") not in known:
                 group.add_argument(f"--{name}", help=text, **options(name))
-    for old, new in SETTINGS.items():
-        if old not in known:
-            hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-            parser.add_argument(f"--{old.replace('_', '-')}", **options(new.replace("_", "-")), **hidden)
     _fill_after_parsing(parser)
     return parser
 
@@ -67,7 +62,7 @@ def config_from_args(args: argparse.Namespace) -> tuple[EmergingOptimizerConfig,
         args: Values from a parser that :func:`add_arguments` extended.
     """
     names = [item.name for item in dataclasses.fields(EmergingOptimizerConfig)]
-    values = {name: value for name, value in new_names(vars(args)).items() if name in names}
+    values = {name: value for name, value in vars(args).items() if name in names}
     config = EmergingOptimizerConfig(**read_fields(EmergingOptimizerConfig, values))
     return config, megatron_optimizer.get_standard_config_overrides(config)
 
@@ -104,7 +99,6 @@ def _fill_after_parsing(parser: argparse.ArgumentParser) -> None:
         _set_choices(parser)
         preset = {} if namespace is None else dict(vars(namespace))
         parsed, rest = parse_known_args(argv, namespace)
-        parsed.__dict__ = new_names(vars(parsed))
         if parsed.optimizer_config is not None:
             _merge_file(parsed, {**preset, **_given_flags(parse_known_args, argv)})
         _fill(parsed, trainers)
@@ -122,8 +116,8 @@ def _given_flags(parse: Callable[..., Any], argv: Sequence[str] | None) -> dict[
     # argparse does not tell given values from defaults, so it parses again, with values in the
     # namespace that nobody can give
     parsed, _ = parse(argv, argparse.Namespace(**dict.fromkeys(ALLOWED, _ABSENT)))
-    given = new_names({n: value for n, value in vars(parsed).items() if value is not _ABSENT})
-    return {name: given[name] for name in ALLOWED if name in given}
+    given = vars(parsed)
+    return {name: given[name] for name in ALLOWED if given[name] is not _ABSENT}
 
 
 def _merge_file(args: argparse.Namespace, given: Mapping[str, Any]) -> None:

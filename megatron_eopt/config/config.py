@@ -23,7 +23,6 @@ from megatron_eopt.base.names import (
     OptimizerDefaultsT,
     TpModeT,
 )
-from megatron_eopt.base.renamed import SETTINGS, TakesOldNames, alias, new_names
 from megatron_eopt.math import AlgorithmT
 from megatron_eopt.math.coefficients import CoefficientsLike
 from megatron_eopt.math.low_precision import MomentumDtypeT
@@ -41,7 +40,7 @@ _LIKE_MEGATRON: dict[str, object] = {
 
 
 @dataclass
-class EmergingOptimizerConfig(OptimizerConfig, metaclass=TakesOldNames):
+class EmergingOptimizerConfig(OptimizerConfig):
     """``OptimizerConfig`` with recommended defaults and more fields; each is also a flag."""
 
     muon_tp_mode: TpModeT = "auto"
@@ -164,15 +163,6 @@ class EmergingOptimizerConfig(OptimizerConfig, metaclass=TakesOldNames):
     log_optimizer_stats: bool = False
     """Measure weight and update sizes, orthogonality and times of steps. The trainer writes them to
     TensorBoard and W&B; in your own loop read ``optimizer.stats()`` on all ranks."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, or what an earlier release has pickled."""
-        self.__dict__.update(new_names(state))
-
-
-# old names read and write the new fields, for one more release
-for _old in SETTINGS:
-    setattr(EmergingOptimizerConfig, _old, alias(_old))
 
 
 def default_values(whose: OptimizerDefaultsT) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import OptimizerDefaultsT
-from megatron_eopt.base.renamed import new_name, new_names
 from megatron_eopt.config.config import EmergingOptimizerConfig, default_values
 from megatron_eopt.config.fields import FieldType, field_types, type_of
 from megatron_eopt.config.settings import resolve
@@ -93,17 +92,17 @@ def read_optimizer_file(path: str | os.PathLike[str]) -> OptimizerFile:
         content: Any = OmegaConf.to_container(read, resolve=True)
         for key, value in content.items():
             name = str(key).replace("-", "_")
-            _check_name(path, new_name(name), value)
+            _check_name(path, name, value)
             argument = f"{path}: {name.replace('_', '-')}"
             if name in values:
                 rule = f"the file also has {values[name]!r} for it, with other dashes"
                 raise ConfigurationError(argument, value, rule, "Remove one of the lines")
-            values[name] = read_value(argument, value, ALLOWED[new_name(name)])
+            values[name] = read_value(argument, value, ALLOWED[name])
     except OmegaConfBaseException as error:
         raise _unusable(path, f"has a wrong value: {error}") from error
     if "optimizer" not in values:
         raise _unusable(path, "does not say which optimizer: add a line such as 'optimizer: muon'")
-    return OptimizerFile(path, new_names(values))
+    return OptimizerFile(path, values)
 
 
 def _check_name(path: Path, name: str, value: object) -> None:

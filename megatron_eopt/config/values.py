@@ -13,14 +13,24 @@ import numpy as np
 import torch
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_eopt.base.errors import ConfigurationTypeError, check_choice
-from megatron_eopt.base.renamed import new_names
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_choice
 from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.fields import FieldType, field_types, type_of
 from megatron_eopt.math.coefficients import KINDS, CoefficientsLike, own_triples
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 """Data types by their names in the trainer's flags."""
+
+GONE = {
+    "muon_wave_mb": "It is called matrix_buffer_mb",
+    "muon_team_size": "It is called muon_max_ranks_per_matrix",
+    "muon_overlap_step": "It is called muon_overlap_dp_comm",
+    "muon_orthogonalize_excluded": "It is called muon_ignore_use_muon",
+    "checkpoint_fresh_state": "It is called ckpt_allow_missing_optim_state",
+    "muon_exempt_from_clipping": "It is called muon_skip_grad_clip",
+}
+"""Settings of earlier releases that a configuration may still have, set as an attribute or pickled,
+and what to do."""
 
 _NO: Any = object()
 
@@ -49,19 +59,20 @@ def read_value(argument: str, value: object, kind: FieldType) -> Any:
 
 
 def read_config(config: Any) -> Any:
-    """Return a configuration whose fields have their declared types and present names.
+    """Return a configuration whose fields have their declared types.
 
     The result is ``config`` itself if they have already.
 
     Raises:
         ConfigurationTypeError: If it is not an ``OptimizerConfig``, or a value has a wrong type.
-        ConfigurationError: If a value is none of the allowed ones, or has two names and values.
+        ConfigurationError: If a value is none of the allowed ones, or a setting is gone.
     """
     if not isinstance(config, OptimizerConfig):
         rule = "must be an OptimizerConfig"
         raise ConfigurationTypeError("config", config, rule, "Pass an EmergingOptimizerConfig")
-    values = new_names(vars(config))
-    is_read = values.keys() == vars(config).keys()
+    values, is_read = dict(vars(config)), True
+    for name in GONE.keys() & values.keys():
+        raise ConfigurationError(name, values[name], "is no setting", GONE[name])
     for name, kind in _kinds_of(type(config)).items():
         given = values.get(name, _NO)
         if given is not _NO:

@@ -1,7 +1,6 @@
 """Optimizers for any PyTorch model and your own training loop, with or without FSDP2."""
 
 from megatron_eopt.base.quiet import importing_quietly
-from megatron_eopt.base.renamed import renamed
 
 with importing_quietly():
     from megatron.core.optimizer import ParamKey, get_standard_config_overrides
@@ -18,5 +17,3 @@ __all__ = [
     "get_standard_config_overrides",
     "import_torch_muon",
 ]
-
-__getattr__ = renamed(__name__, {"ShardedOptimizer": "DTensorOptimizer"})

@@ -25,7 +25,6 @@ from megatron_eopt.base.names import (
     SMALLEST_MATRIX_BUFFER_MB,
     TpModeT,
 )
-from megatron_eopt.base.renamed import takes_old_arguments
 from megatron_eopt.math.algorithm import AlgorithmT
 from megatron_eopt.math.coefficients import CoefficientsLike
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES, MomentumDtypeT
@@ -125,7 +124,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     _alone: dict[Tensor, MatrixEngine]
     _model_of: Mapping[Tensor, Tensor] = {}  # the model's parameter of each main copy
 
-    @takes_old_arguments(wave_mb="matrix_buffer_mb")
     def __init__(
         self,
         params: ParamsT,

@@ -21,7 +21,7 @@ from megatron_eopt.config.config_file import (
 )
 from megatron_eopt.config.fields import field_types
 from megatron_eopt.config.settings import resolve
-from megatron_eopt.config.values import DTYPES, read_config
+from megatron_eopt.config.values import DTYPES, GONE, read_config
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.math.coefficients import CoefficientsLike
 from tests.unit.arguments.test_arguments import parse
@@ -227,3 +227,22 @@ def test_an_output_layer_may_be_one_string() -> None:
     assert (found["body.weight"], found["lm_head.weight"]) == ("muon", "adam")
     with pytest.raises(ConfigurationTypeError, match=r"output_layers=.*sequence of.*strings"):
         build_optimizer(model, config, output_layers=[1])
+
+
+@pytest.mark.parametrize("name", GONE)
+@pytest.mark.parametrize("cls", [OptimizerConfig, EmergingOptimizerConfig])
+def test_a_setting_that_is_gone_is_an_error(cls: type, name: str) -> None:
+    """A configuration that an earlier release has pickled has it, too."""
+    config = cls(optimizer="muon", lr=0.1)
+    setattr(config, name, True)
+    with pytest.raises(ConfigurationError, match=f"^{name}=True: is no setting. {GONE[name]}"):
+        resolve(config)
+
+
+def test_a_plain_configuration_acts_like_megatron_core() -> None:
+    config = OptimizerConfig(optimizer="muon", lr=0.1)
+    before = dict(vars(config))
+    found = resolve(config).config
+    assert (found.muon_backend, found.fused_adam) == ("emerging_optimizers", False)
+    assert isinstance(found, OptimizerConfig)
+    assert vars(config) == before
