@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core.dist_checkpointing import serialization
 
 from megatron_eopt.base.agreement import CheckpointError, from_rank_0
+from megatron_eopt.checkpoint.continuation import Policy
 from megatron_eopt.checkpoint.guard.files import check
 from megatron_eopt.checkpoint.guard.saves import (
     absolute,
@@ -20,7 +21,6 @@ from megatron_eopt.checkpoint.guard.saves import (
     whole,
 )
 from megatron_eopt.checkpoint.matching import match
-from megatron_eopt.optimizers.continuation import Policy
 
 __all__ = ["CheckpointError", "checked", "load", "replacing", "save"]
 

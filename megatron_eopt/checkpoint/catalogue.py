@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_eopt.checkpoint.buckets import SavedBuckets, read_buckets
 from megatron_eopt.checkpoint.files import object_at, read_common_state, read_metadata
 from megatron_eopt.checkpoint.keys import split_key
+from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER, Groups, groups_in
 from megatron_eopt.config.writers import TOLD
-from megatron_eopt.optimizers.saved_groups import BY_PARAMETER, Groups, groups_in
 from megatron_eopt.routing.groups import GROUP_ID
 
 type Shapes = Mapping[str, tuple[int, ...] | None]

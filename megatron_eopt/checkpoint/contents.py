@@ -11,12 +11,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron_eopt.base.names import MAINS, MOMENTUM, STEP
 from megatron_eopt.checkpoint.buckets import BucketBox
 from megatron_eopt.checkpoint.catalogue import Shapes
+from megatron_eopt.checkpoint.continuation import SavedState
 from megatron_eopt.checkpoint.keys import split_key, state_key, unstacked_key
 from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace
+from megatron_eopt.checkpoint.saved_groups import SavedGroups
 from megatron_eopt.checkpoint.sources import Source, assemble, tensor_sources
 from megatron_eopt.layouts.boxes import Box
-from megatron_eopt.optimizers.continuation import SavedState
-from megatron_eopt.optimizers.saved_groups import SavedGroups
 
 type Piece = ShardedTensor | ShardedObject | ShardedTensorFactory
 """A box of a checkpoint's tensor, or an object, with the data to write from or to read into."""

@@ -19,9 +19,7 @@ from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.names import FIRST_MOMENT, MAINS, MOMENTUM, STEP
 from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.checkpoint.catalogue import Catalogue
-from megatron_eopt.checkpoint.optimizer_state import prepare
-from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.optimizers.continuation import (
+from megatron_eopt.checkpoint.continuation import (
     Note,
     Policy,
     Reader,
@@ -29,7 +27,9 @@ from megatron_eopt.optimizers.continuation import (
     SavedState,
     Wanted,
 )
-from megatron_eopt.optimizers.saved_groups import BY_PARAMETER, adopt, identity_of, state_in
+from megatron_eopt.checkpoint.optimizer_state import prepare
+from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER, adopt, identity_of, state_in
+from megatron_eopt.optimizers.chain_link import ChainLink
 
 FORMAT = "fsdp_dtensor"
 """The trainer's name for the format."""

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.nested_state import leaves
+from megatron_eopt.checkpoint.continuation import Policy
+from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.checkpoint.optimizer_state import adopt_common, prepare
+from megatron_eopt.checkpoint.saved_groups import PARAM_NAMES, children_of, inner_of, saved_groups
+from megatron_eopt.checkpoint.state_dicts import StateDictMatch, Target, named
 from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.optimizers.continuation import Policy
-from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
-from megatron_eopt.optimizers.nested_state import leaves
-from megatron_eopt.optimizers.saved_groups import PARAM_NAMES, children_of, inner_of, saved_groups
-from megatron_eopt.optimizers.state_dicts import StateDictMatch, Target, named
 from megatron_eopt.storage.local_tensors import local_of
 
 MAINS = "fp32_from_fp16_params"

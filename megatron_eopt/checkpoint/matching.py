@@ -19,10 +19,10 @@ from megatron_eopt.base.agreement import from_rank_0, gather_unique, raise_toget
 from megatron_eopt.checkpoint.bucket_order import boxes_by_order
 from megatron_eopt.checkpoint.catalogue import read_catalogue
 from megatron_eopt.checkpoint.contents import Contents
+from megatron_eopt.checkpoint.continuation import Policy, log_notes
 from megatron_eopt.checkpoint.requests import StateRequests
 from megatron_eopt.checkpoint.saved_rows import SavedRows
 from megatron_eopt.checkpoint.vocabulary import fill_new_rows
-from megatron_eopt.optimizers.continuation import Policy, log_notes
 
 logger = logging.getLogger(__name__)
 

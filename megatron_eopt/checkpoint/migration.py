@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint.contents import Contents
+from megatron_eopt.checkpoint.continuation import Note, Policy, Report, Wanted
 from megatron_eopt.checkpoint.saved_state import StateValue
-from megatron_eopt.optimizers.continuation import Note, Policy, Report, Wanted
 
 
 class LoadPlan:

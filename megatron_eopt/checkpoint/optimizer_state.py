@@ -11,11 +11,10 @@ from megatron_eopt.base.agreement import any_rank, gather_objects, gather_unique
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.bucket_order import order_of
+from megatron_eopt.checkpoint.continuation import Policy
 from megatron_eopt.checkpoint.gpt_layers import name_as_in_checkpoint
 from megatron_eopt.checkpoint.requests import StateRequests, bucket_spaces
-from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.optimizers.continuation import Policy
-from megatron_eopt.optimizers.saved_groups import (
+from megatron_eopt.checkpoint.saved_groups import (
     PARAM_NAMES,
     Members,
     adopt,
@@ -26,6 +25,7 @@ from megatron_eopt.optimizers.saved_groups import (
     saved_steps,
     steps_of,
 )
+from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
 
 REQUESTS = "requests"

@@ -17,6 +17,7 @@ from megatron_eopt.base.agreement import gather_objects, gather_unique, raise_to
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.checkpoint.catalogue import Shapes
 from megatron_eopt.checkpoint.contents import Piece, key_of
+from megatron_eopt.checkpoint.continuation import Policy, log_notes
 from megatron_eopt.checkpoint.keys import split_key
 from megatron_eopt.checkpoint.optimizer_state import (
     PARAM_STATE,
@@ -25,9 +26,8 @@ from megatron_eopt.checkpoint.optimizer_state import (
     requested,
     settle,
 )
+from megatron_eopt.checkpoint.saved_groups import saved_groups
 from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.optimizers.continuation import Policy, log_notes
-from megatron_eopt.optimizers.saved_groups import saved_groups
 from megatron_eopt.routing.plain_names import bare
 
 

@@ -17,11 +17,7 @@ from megatron_eopt.checkpoint.bucket_order import Order
 from megatron_eopt.checkpoint.buckets import SavedBuckets
 from megatron_eopt.checkpoint.catalogue import Shapes
 from megatron_eopt.checkpoint.contents import Contents, unstacked
-from megatron_eopt.checkpoint.keys import matrix_state_key
-from megatron_eopt.checkpoint.migration import LoadPlan
-from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace, parameter_spaces
-from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.optimizers.continuation import (
+from megatron_eopt.checkpoint.continuation import (
     MAXIMA,
     Note,
     Policy,
@@ -29,7 +25,11 @@ from megatron_eopt.optimizers.continuation import (
     missing_state,
     of_other_weights,
 )
-from megatron_eopt.optimizers.saved_groups import Groups, SavedGroups, optimizer_of
+from megatron_eopt.checkpoint.keys import matrix_state_key
+from megatron_eopt.checkpoint.migration import LoadPlan
+from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace, parameter_spaces
+from megatron_eopt.checkpoint.saved_groups import Groups, SavedGroups, optimizer_of
+from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.update_rule import OF_GROUPS, UpdateRule, set_step
 
 

@@ -22,6 +22,7 @@ from megatron_eopt.base.address import address_of
 from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint.buckets import SavedBox
 from megatron_eopt.checkpoint.contents import Contents, Piece, Pieces
+from megatron_eopt.checkpoint.continuation import Reader
 from megatron_eopt.checkpoint.keys import (
     buffer_params_key,
     kind_of,
@@ -30,7 +31,6 @@ from megatron_eopt.checkpoint.keys import (
 )
 from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace, parameter_spaces
 from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.optimizers.continuation import Reader
 from megatron_eopt.optimizers.update_rule import UnshardedState, UpdateRule
 from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.local_tensors import local_of

@@ -22,6 +22,7 @@ from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint import fsdp_dtensor
 from megatron_eopt.checkpoint.buckets import BY_BUCKET
 from megatron_eopt.checkpoint.catalogue import read_catalogue
+from megatron_eopt.checkpoint.continuation import Policy, in_other_buckets, log_notes
 from megatron_eopt.checkpoint.files import (
     METADATA,
     RANK_FILE,
@@ -36,6 +37,7 @@ from megatron_eopt.checkpoint.gpt_layers import forget_layers, noting_layers
 from megatron_eopt.checkpoint.guard.files import check, is_complete
 from megatron_eopt.checkpoint.guard.saves import whole
 from megatron_eopt.checkpoint.matching import match
+from megatron_eopt.checkpoint.saved_groups import find_group, kind_of_group
 from megatron_eopt.checkpoint.saving import (
     finishing_later,
     replacing_a_folder,
@@ -44,8 +46,6 @@ from megatron_eopt.checkpoint.saving import (
     written_to,
 )
 from megatron_eopt.checkpoint.vocabulary import keeping_padding
-from megatron_eopt.optimizers.continuation import Policy, in_other_buckets, log_notes
-from megatron_eopt.optimizers.saved_groups import find_group, kind_of_group
 from megatron_eopt.routing.groups import GROUP_ID
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from megatron_eopt.base.quiet import importing_quietly
 with importing_quietly():
     from megatron.core.optimizer import ParamKey, get_standard_config_overrides
 
-    from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
+    from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
     from megatron_eopt.routing.outputs import OUTPUT_LAYERS
     from megatron_eopt.wrappers.fsdp2 import build_optimizer, import_torch_muon
 

@@ -15,10 +15,10 @@ from megatron_eopt.base.names import (
     MOMENTUM,
     STEP,
 )
+from megatron_eopt.base.nested_state import by_rows, leaves
 from megatron_eopt.math.passes import adam_, adam_numbers
 from megatron_eopt.optimizers.host_memory import HostMemory
 from megatron_eopt.optimizers.live_numbers import LiveNumbers
-from megatron_eopt.optimizers.nested_state import by_rows, leaves
 from megatron_eopt.optimizers.update_rule import (
     InitState,
     ParamGroup,

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_eopt.base.nested_state import leaves, put
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
-from megatron_eopt.optimizers.nested_state import leaves, put
 
 type _Path = tuple[str, ...]
 """Where a tensor is in its parameter's state; empty for the parameter itself."""

@@ -56,13 +56,13 @@ from torch import Tensor
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.base.gpu import SideStream
 from megatron_eopt.base.names import STEP
+from megatron_eopt.base.nested_state import put
 from megatron_eopt.layouts import Redistribution
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings
 from megatron_eopt.optimizers.live_numbers import LiveNumbers
 from megatron_eopt.optimizers.modes import Schedule
-from megatron_eopt.optimizers.nested_state import put
 from megatron_eopt.optimizers.step_stats import StepStats
 from megatron_eopt.storage.shard import Shard
 

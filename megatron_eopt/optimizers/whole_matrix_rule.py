@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import ELEMENT_WISE_STATE, STEP
+from megatron_eopt.base.nested_state import by_rows, leaves
 from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings
 from megatron_eopt.optimizers.modes import Schedule, plan_work
-from megatron_eopt.optimizers.nested_state import by_rows, leaves
 from megatron_eopt.optimizers.update_rule import (
     OF_GROUPS,
     ParamGroup,

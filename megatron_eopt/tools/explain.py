@@ -28,7 +28,7 @@ from megatron_eopt.checkpoint.files import (
 )
 from megatron_eopt.checkpoint.guard.files import check
 from megatron_eopt.checkpoint.guard.saves import whole
-from megatron_eopt.optimizers.saved_groups import optimizers_of, saved_groups, saved_steps
+from megatron_eopt.checkpoint.saved_groups import optimizers_of, saved_groups, saved_steps
 
 _LOADS = {
     "torch": "at the same layout (--ckpt-format torch); to change it, load it there first and save "

@@ -31,12 +31,12 @@ from megatron_eopt.base.log import inform
 from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.checkpoint import local_state, optimizer_state
 from megatron_eopt.checkpoint.buckets import BY_BUCKET
+from megatron_eopt.checkpoint.continuation import Policy
 from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
+from megatron_eopt.checkpoint.saved_groups import check_state_dict
 from megatron_eopt.config.settings import RunSettings, Settings
 from megatron_eopt.math import passes
 from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.optimizers.continuation import Policy
-from megatron_eopt.optimizers.saved_groups import check_state_dict
 from megatron_eopt.optimizers.spot_checks import SpotChecks
 from megatron_eopt.optimizers.update_rule import CompositeOptimizer, check_may_step, refuse_copy
 from megatron_eopt.qk_clip import remember

@@ -30,14 +30,14 @@ from megatron_eopt.base.agreement import (
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import TpModeT
 from megatron_eopt.base.place import refuse_part, whole_shape
+from megatron_eopt.checkpoint.continuation import Policy
+from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.config.checks import refuse_for_dtensors
 from megatron_eopt.config.settings import Settings, resolve
 from megatron_eopt.config.values import read_config
 from megatron_eopt.layouts import Layout, dtensor_layout
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.optimizers.continuation import Policy
-from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.optimizers.element_wise import ElementWiseRule
 from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.modes import plan_work

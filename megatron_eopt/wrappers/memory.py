@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_eopt.base.address import address_of
+from megatron_eopt.base.nested_state import leaves
 from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.optimizers.nested_state import leaves
 from megatron_eopt.storage.local_tensors import local_of
 
 _MIB = 2**20

@@ -19,9 +19,9 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import device_of_collectives, gather_unique
+from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.layouts.redistribution import EXCHANGE
 from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.optimizers.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats, sum_of_squares
 from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule
 from megatron_eopt.storage.interface import MainShard, Storage

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.checkpoint.keys import split_key, tensors
-from megatron_eopt.optimizers.saved_groups import adopt
+from megatron_eopt.checkpoint.saved_groups import adopt
 from megatron_eopt.routing.groups import GROUP_ID
 from tests.functional.saved_states import differing, tensors_in
 from tests.harness import run_ranks

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron_eopt import get_megatron_optimizer
+from megatron_eopt.base.nested_state import leaves
 from megatron_eopt.conformance import _PoisonedHost
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.optimizers import update_rule, whole_matrix_rule
-from megatron_eopt.optimizers.nested_state import leaves
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.wrappers.memory import memory_of
 from megatron_eopt.wrappers.stats import stats_of

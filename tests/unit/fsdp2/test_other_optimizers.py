@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
+from megatron_eopt.base.nested_state import leaves
+from megatron_eopt.checkpoint.saved_groups import writers_of
 from megatron_eopt.config.registry import meaning_of, optimizer_names
 from megatron_eopt.config.writers import MAXIMA, MEAN, SQUARES, SUM, UNKNOWN
 from megatron_eopt.fsdp2 import build_optimizer
-from megatron_eopt.optimizers.nested_state import leaves
-from megatron_eopt.optimizers.saved_groups import writers_of
 from tests.harness.log import listening
 from tests.harness.tiers import mostly_long
 from tests.harness.writers import DECAY, STEPS, classes, gradient, made, train, writers, written

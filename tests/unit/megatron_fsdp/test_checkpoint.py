@@ -13,9 +13,9 @@ from torch.distributed import checkpoint
 
 from megatron_eopt import ConfigurationError
 from megatron_eopt.checkpoint.catalogue import Catalogue, Saved
+from megatron_eopt.checkpoint.continuation import Policy, Reader
 from megatron_eopt.checkpoint.fsdp_dtensor import match
-from megatron_eopt.optimizers.continuation import Policy, Reader
-from megatron_eopt.optimizers.saved_groups import BY_PARAMETER
+from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import eager

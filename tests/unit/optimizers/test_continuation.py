@@ -4,7 +4,7 @@ import pytest
 
 import megatron_eopt.optimizers.built_in  # noqa: F401  registers optimizers
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.optimizers.continuation import (
+from megatron_eopt.checkpoint.continuation import (
     Note,
     Origin,
     Policy,

@@ -10,9 +10,9 @@ from typing import Any
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.base.upstream import require_upstream
+from megatron_eopt.checkpoint.continuation import SavedState
 from megatron_eopt.config.registry import meaning_of, meanings_of, name_of_class
 from megatron_eopt.config.writers import UNKNOWN, momentum_of, writers_by_settings
-from megatron_eopt.optimizers.continuation import SavedState
 from megatron_eopt.routing.groups import GROUP_ID
 from megatron_eopt.routing.plain_names import match_names
 

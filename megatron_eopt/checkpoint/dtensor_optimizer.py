@@ -19,14 +19,15 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
+from megatron_eopt.checkpoint.continuation import Policy
+from megatron_eopt.checkpoint.saved_groups import take_settings
+from megatron_eopt.checkpoint.state_dicts import Loaded, StateDictMatch, Target, is_users, named
+from megatron_eopt.checkpoint.whole_matrix_state import WholeMatrixState
 from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.layouts import Plan
 from megatron_eopt.math.precision import matmul_precision
-from megatron_eopt.optimizers.continuation import Policy
 from megatron_eopt.optimizers.host_memory import OffloadSettings
-from megatron_eopt.optimizers.saved_groups import take_settings
 from megatron_eopt.optimizers.spot_checks import SpotChecks
-from megatron_eopt.optimizers.state_dicts import Loaded, StateDictMatch, Target, is_users, named
 from megatron_eopt.optimizers.update_rule import (
     CompositeOptimizer,
     ParamGroup,
@@ -38,7 +39,6 @@ from megatron_eopt.optimizers.update_rule import (
     set_step,
 )
 from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
-from megatron_eopt.optimizers.whole_matrix_state import WholeMatrixState
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.storage.local_tensors import (
     is_in_a_bucket,

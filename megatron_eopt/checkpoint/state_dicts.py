@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM_SCALE, STEP
-from megatron_eopt.config.registry import meanings_of
-from megatron_eopt.optimizers.continuation import (
+from megatron_eopt.base.nested_state import leaves, put
+from megatron_eopt.checkpoint.continuation import (
     Policy,
     Reader,
     Report,
@@ -24,8 +24,7 @@ from megatron_eopt.optimizers.continuation import (
     Wanted,
     log_notes,
 )
-from megatron_eopt.optimizers.nested_state import leaves, put
-from megatron_eopt.optimizers.saved_groups import (
+from megatron_eopt.checkpoint.saved_groups import (
     PARAM_NAMES,
     Groups,
     find_group,
@@ -39,6 +38,7 @@ from megatron_eopt.optimizers.saved_groups import (
     with_names,
     writers_of,
 )
+from megatron_eopt.config.registry import meanings_of
 from megatron_eopt.optimizers.update_rule import OF_GROUPS, UpdateRule, set_step
 from megatron_eopt.routing.groups import GROUP_ID
 from megatron_eopt.routing.plain_names import match_names
