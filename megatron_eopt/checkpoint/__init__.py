@@ -16,7 +16,7 @@ A save of ``torch_dist`` reads from ``optimizer_state.requested`` down: ``reques
 values (``saved_state``), and each becomes ``ShardedTensor`` pieces (``parameter_space``). A load
 makes the same requests, with state of the right shape to read into. Before megatron-core reads,
 ``matching`` reads a ``catalogue`` of the checkpoint, and each request chooses its ``sources`` in it
-(``contents``, ``migration``), by the decisions of ``optimizers.continuation``.
+(``contents``, ``migration``), by the decisions of ``continuation``.
 Afterwards the chain's ``load_state_dict`` writes what was not read in place, through
 ``optimizer_state.load``.
 """
