@@ -15,12 +15,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.place import row_cut
-from megatron_eopt.checkpoint.buckets import BucketBox
+from megatron_eopt.checkpoint.buckets import in_bucket
 from megatron_eopt.checkpoint.parameter_space import ParameterSpace, Section, parameter_spaces
+from megatron_eopt.checkpoint.sources import Source
+from megatron_eopt.layouts.boxes import Box
 from megatron_eopt.routing.parameters import cut_dimension
 
 _BUCKET = re.compile(
@@ -50,7 +54,7 @@ class Entry:
             return None
         return *self.shape[: self.dim], self.shape[self.dim] // tp, *self.shape[self.dim + 1 :]
 
-    def boxes(self, bucket: str, first: int, tp: int, rank: int) -> Iterator[tuple[str, BucketBox]]:
+    def boxes(self, bucket: str, first: int, tp: int, rank: int) -> Iterator[tuple[str, Source]]:
         """Yield the boxes of the part that a rank has in a bucket, from element ``first`` on."""
         local = self.shape_at(tp)
         assert local is not None
@@ -62,7 +66,7 @@ class Entry:
                 sizes[leading + self.dim] //= tp
                 begins[leading + self.dim] += rank * sizes[leading + self.dim]
             steps = (*[math.prod(local)] * leading, *strides)
-            yield key, BucketBox(bucket, first, steps, tuple(sizes), tuple(begins))
+            yield key, in_bucket(bucket, first, steps, Box(tuple(begins), tuple(sizes)))
             # parts of a weight that is not cut are one after another in its rows
             axis = leading + max(self.dim, 0)
             first += math.prod(sizes[axis : axis + 1]) * math.prod(steps[axis : axis + 1])
@@ -103,14 +107,15 @@ def _entry(space: ParameterSpace, param: Tensor) -> Entry:
         shape[dim] = sum(section.shape[dim - param.dim()] for section in sections)
     found = _LAYER.match(space.key)
     layer = None if found is None else int(found[1] or (*space.places, 0)[0])
-    return Entry(space.name, layer, str(param.dtype), tuple(shape), dim, tuple(sections))
+    dtype = torch.uint8 if is_float8tensor(param) else param.dtype  # as in megatron-core's DDP
+    return Entry(space.name, layer, str(dtype), tuple(shape), dim, tuple(sections))
 
 
 def boxes_by_order(
     shapes: Mapping[str, tuple[int, ...] | None],
     orders: Iterable[Order],
     named: Iterable[str],
-) -> dict[str, list[BucketBox]]:
+) -> dict[str, list[Source]]:
     """Return where parameters are in buckets; nothing if they do not fill them exactly.
 
     Args:
@@ -120,16 +125,18 @@ def boxes_by_order(
     """
     written = _buckets_in(shapes)
     known = {*named}
-    boxes: dict[str, dict[tuple[int, ...], BucketBox]] = {}
+    boxes: dict[str, dict[Box, Source]] = {}
     ranks = [*orders]
     for stages in ([rank.dense for rank in ranks], [rank.experts for rank in ranks]):
-        mine = sorted({_unnamed(stage, known) for stage in stages} - {()}, key=_place_of)
+        # in the order of ranks, where nothing else tells
+        each = dict.fromkeys(_unnamed(stage, known) for stage in stages)
+        mine = sorted(filter(None, each), key=_place_of)
         for chain, by_rank in written.items():
             found = mine and _fit(by_rank, mine)
             if found:
-                for name, box in found:
+                for name, source in found:
                     # several model-parallel ranks may have a parameter
-                    boxes.setdefault(name, {}).setdefault((*box.offset, *box.shape), box)
+                    boxes.setdefault(name, {}).setdefault(source.box, source)
                 del written[chain]
                 break
         else:
@@ -180,7 +187,7 @@ def _buckets_in(shapes: Mapping[str, tuple[int, ...] | None]) -> dict[str, _Writ
     return written
 
 
-def _fit(written: _Written, stages: Sequence[Stage]) -> list[tuple[str, BucketBox]] | None:
+def _fit(written: _Written, stages: Sequence[Stage]) -> list[tuple[str, Source]] | None:
     """Return the boxes of parameters for the first layout that fills all buckets, or None."""
     for candidate in _candidates(len(written), len(next(iter(written.values()))), stages):
         tp, rest = divmod(len(written), len(candidate))
@@ -232,7 +239,7 @@ def _split(entries: Sequence[Entry], chunks: int, layers: int) -> list[Chunk]:
 
 def _in_buffers(
     written: Mapping[int, tuple[str, list[tuple[str, int]]]], stage: Stage, tp: int, rank: int
-) -> list[tuple[str, BucketBox]] | None:
+) -> list[tuple[str, Source]] | None:
     """Return the boxes of a rank's parameters, if they fill its buckets exactly."""
     mine = []
     for chunk in stage:
@@ -241,7 +248,7 @@ def _in_buffers(
     theirs = [written[buffer] for buffer in sorted(written)]
     if [dtype for dtype, _ in mine] != [dtype for dtype, _ in theirs]:
         return None
-    found: list[tuple[str, BucketBox]] = []
+    found: list[tuple[str, Source]] = []
     for (_, entries), (_, buckets) in zip(mine, theirs, strict=True):
         shapes = [entry.shape_at(tp) for entry in entries]
         numels = [math.prod(shape) for shape in shapes if shape is not None]

@@ -1,27 +1,27 @@
-"""Reads state that was saved by bucket, at any layout.
+"""State that is saved by bucket, which loads at any layout.
 
-Megatron's Adam saves each bucket as a flat tensor of many parameters of one model-parallel rank.
-This package saves beside it which box of which parameter is where in a bucket.
+Megatron's Adam saves each bucket of DDP's buffers as a flat tensor of many parameters of one
+model-parallel rank, for each kind of state (``dp_reshardable``). This package saves beside it which
+box of which parameter is where in a bucket.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_eopt.checkpoint.files import object_at
-from megatron_eopt.checkpoint.keys import split_key
+from megatron_eopt.checkpoint.keys import buffer_params_key, split_key
+from megatron_eopt.checkpoint.parameter_space import parameter_spaces
 from megatron_eopt.checkpoint.sources import Source
 from megatron_eopt.layouts.boxes import Box
 
 BY_BUCKET = "dp_reshardable"
 """Megatron's name for this form of state."""
-
-type SavedBox = tuple[str, str, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""What is saved: parameter, bucket, and first element, strides, shape and offset of a box."""
 
 _SUFFIX = "/shard_0_1"
 """What dist_checkpointing appends to the key of an object."""
@@ -32,35 +32,19 @@ _GROUPS = re.compile(
 """The key of the groups that are saved beside the buckets of a model-parallel rank."""
 
 
-class BucketBox(NamedTuple):
-    """A box of a parameter in a bucket of a checkpoint."""
-
-    bucket: str  # key of the bucket's tensors, without the kind of state
-    first: int  # index of the box's first element in the bucket
-    strides: tuple[int, ...]  # in the bucket
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]  # in the unsharded parameter
-
-    def source(self, kind: str, shapes: Mapping[str, tuple[int, ...] | None]) -> Source | None:
-        """Return where a kind of state is read; None if the checkpoint does not have it."""
-        key = f"{self.bucket}.{kind}"
-        size = shapes.get(key)
-        box = Box(self.offset, self.shape)
-        return None if size is None else Source(key, size, box, (self.first,), self.strides)
-
-
 @dataclass(frozen=True)
 class SavedBuckets:
     """What a checkpoint says about its buckets."""
 
-    boxes: Mapping[str, Sequence[BucketBox]] = field(default_factory=dict)  # by parameter
+    # by parameter; their keys and shapes are of a bucket, without a kind of state
+    boxes: Mapping[str, Sequence[Source]] = field(default_factory=dict)
     # groups and loss scale of each optimizer of the chain
     common: Sequence[Mapping[str, Any]] = ()
 
 
 def read_buckets(folder: Path, metadata: Metadata) -> SavedBuckets:
     """Read what a checkpoint says about its buckets."""
-    boxes: dict[str, dict[tuple[int, ...], BucketBox]] = {}
+    boxes: dict[str, dict[Box, Source]] = {}
     common: dict[str, dict[str, Any]] = {}
     there = metadata.state_dict_metadata
     for key in there:
@@ -79,8 +63,73 @@ def read_buckets(folder: Path, metadata: Metadata) -> SavedBuckets:
         if not isinstance(layout, Mapping):
             continue  # written before boxes were saved
         prefix = next(p for p in layout["prefixes"] if f"{p}optimizer{_SUFFIX}" in there)
-        for parameter, bucket, *box in layout["boxes"]:
-            place = BucketBox(prefix + bucket, *box)
+        for parameter, bucket, first, strides, shape, offset in layout["boxes"]:
+            box = Box(offset, shape)
             # several model-parallel ranks may have a parameter
-            boxes.setdefault(parameter, {}).setdefault((*place.offset, *place.shape), place)
+            source = in_bucket(prefix + bucket, first, strides, box)
+            boxes.setdefault(parameter, {}).setdefault(box, source)
     return SavedBuckets({key: list(its.values()) for key, its in boxes.items()}, [*common.values()])
+
+
+def in_bucket(bucket: str, first: int, strides: tuple[int, ...], box: Box) -> Source:
+    """Return a box of a parameter in a bucket, of any kind of state."""
+    return Source(bucket, (), box, (first,), strides)
+
+
+class BucketSpace:
+    """The places of one optimizer's parameters in a checkpoint by bucket.
+
+    Args:
+        optimizer: Megatron's distributed optimizer.
+        prefixes: Possible prefixes of its keys, with and without the index in a chain; the likely
+            one first.
+    """
+
+    def __init__(self, optimizer: Any, prefixes: tuple[str, ...]) -> None:
+        name = f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}."
+        self.prefixes = tuple(prefix + name for prefix in prefixes)
+        place = f"{next(filter(None, prefixes))}{optimizer.data_parallel_group_idx}"
+        self.params_key = buffer_params_key(place, optimizer.buffer_params)
+        self._optimizer = optimizer
+
+    def boxes(self, model_state: Mapping[str, Any]) -> Iterator[tuple[str, int, Source]]:
+        """Yield key, size of the bucket and box of all parameters in the buckets.
+
+        Those of other data-parallel ranks, too.
+        """
+        buffers = self._optimizer.buffers
+        spaces = parameter_spaces(model_state, [p for b in buffers for p in b.param_index_map])
+        # names and offsets as in megatron-core's ``sharded_param_state_dp_reshardable``
+        for index, (buffer, (dtype,)) in enumerate(
+            zip(buffers, self._optimizer.gbuf_ranges, strict=True)
+        ):
+            for param, (start, _, number) in buffer.param_index_map.items():
+                name = f"gbuf_idx_{index}.dtype_{dtype}.bucket_idx_{number}"
+                bucket = buffer.buckets[number]
+                start -= bucket.offset
+                for piece, shape, offset, first, strides in spaces[param].boxes(0, param.numel()):
+                    box = in_bucket(name, start + first, strides, Box(offset, shape))
+                    yield piece.key, bucket.numel_unpadded, box
+
+    def described(self, model_state: Mapping[str, Any]) -> ShardedObject:
+        """Return the object that says which parameters are where in the buckets."""
+        boxes = [
+            (key, source.key, *source.place, source.strides, source.box.shape, source.box.offset)
+            for key, _, source in self.boxes(model_state)
+        ]
+        layout = {"prefixes": self.prefixes, "boxes": boxes}
+        return ShardedObject(self.params_key, layout, (1,), (0,), replica_id=self._replica)
+
+    @property
+    def _replica(self) -> tuple[int, int, int]:
+        instance = self._optimizer.distributed_optimizer_instance_id
+        return (instance, 0, self._optimizer.data_parallel_group.rank())
+
+    def common(self) -> Mapping[str, ShardedObject]:
+        """Return the objects that are stored with the buckets: groups and loss scale."""
+        names = ("optimizer", *(("grad_scaler",) if self._optimizer.grad_scaler else ()))
+        prefix = self.prefixes[0]
+        return {
+            name: ShardedObject(f"{prefix}{name}", None, (1,), (0,), replica_id=self._replica)
+            for name in names
+        }

@@ -9,7 +9,6 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
 from megatron_eopt.base.names import MAINS, MOMENTUM, STEP
-from megatron_eopt.checkpoint.buckets import BucketBox
 from megatron_eopt.checkpoint.catalogue import Shapes
 from megatron_eopt.checkpoint.continuation import SavedState
 from megatron_eopt.checkpoint.keys import split_key, state_key, unstacked_key
@@ -36,7 +35,7 @@ class Contents:
         self,
         shapes: Shapes,
         groups: SavedGroups | None = None,
-        boxes: Mapping[str, Sequence[BucketBox]] | None = None,
+        boxes: Mapping[str, Sequence[Source]] | None = None,
     ) -> None:
         self.shapes = shapes
         # a rank's file has no more than the rank's own boxes
@@ -46,8 +45,7 @@ class Contents:
         # kinds of state by parameter, or by stack of parameters
         self.kinds: dict[str, set[str]] = defaultdict(set)
         self.in_buckets: set[str] = set()  # kinds of state in buckets of many parameters
-        # hashes of the names of parameters in buckets, by optimizer
-        self.names_buckets: dict[str, set[str]] = defaultdict(set)
+        self.bucket_names: set[str] = set()  # keys that identify the parameters in buckets
         self._keys: dict[str, str] = {}  # full key by key without the place in a chain
         for key in shapes:
             parts = split_key(key)
@@ -57,18 +55,14 @@ class Contents:
             self._keys[key.removeprefix(parts.chain)] = key
             if parts.kind is None:
                 if parts.name.startswith("buffer_params."):
-                    optimizer, _, names = parts.name.rpartition(".")
-                    self.names_buckets[optimizer].add(names)
+                    self.bucket_names.add(f"optimizer.{parts.name}")
                 elif ".bucket_idx_" in parts.name:
                     self.in_buckets.add(parts.name.rpartition(".")[2])
             else:
                 self.kinds[parts.name].add(parts.kind)
 
-    def state_of(self, space: ParameterSpace, reader: str, *, in_bucket: bool) -> SavedState:
-        """Return what the checkpoint has of a parameter.
-
-        ``reader`` is the optimizer that loads it; ``in_bucket`` says whether its bucket is there.
-        """
+    def state_of(self, space: ParameterSpace, reader: str) -> SavedState:
+        """Return what the checkpoint has of a parameter, for the optimizer that reads it."""
         # a parameter that is saved under several keys has a kind of state only if all of them have
         # it
         stacks = (
@@ -78,21 +72,13 @@ class Contents:
         # state of matrices is under the parameter's own name only
         kinds = set.intersection(*stacks) | self.kinds.get(space.name, set())
         kinds -= MAINS | {STEP}
-        if kinds or not (in_bucket and self.in_buckets):
+        boxes = (source.box for key in space.keys for source in self._boxes.get(key, ()))
+        if kinds or all(box.offset[: space.prepended] != space.places for box in boxes):
             names = space.name, space.key
             return self._groups.state_of(names, kinds, reader, is_matrix=space.is_matrix)
         # megatron-core saves only Adam and SGD in this form
         optimizer = "sgd" if MOMENTUM in self.in_buckets else "adam"
         return SavedState(frozenset(self.in_buckets - MAINS - {STEP}), (optimizer,))
-
-    def has_bucket(self, piece: Piece, params_key: str) -> bool:
-        """Return whether the checkpoint has a bucket's state, of the parameters of ``params_key``.
-
-        Without names in the checkpoint, sizes must do.
-        """
-        optimizer, _, names = params_key.removeprefix("optimizer.").rpartition(".")
-        known = self.names_buckets.get(optimizer, {names})
-        return names in known and self.shapes.get(piece.key) == tuple(piece.global_shape)
 
     def shape_of(self, piece: Piece) -> tuple[int, ...] | None:
         """Return the shape of the tensor that a piece is of; None if it is not there."""
@@ -148,7 +134,9 @@ class Contents:
         if stacked:
             yield self._of_layers(state_key(kind, parameter), piece, stacked)
         yield [
-            box for its in self._boxes.get(parameter, ()) if (box := its.source(kind, self.shapes))
+            replace(source, key=key, whole=size)
+            for source in self._boxes.get(parameter, ())
+            if (size := self.shapes.get(key := f"{source.key}.{kind}"))
         ]
         yield [
             Source(key, self._shape(key), Box(part.place, part.size), part.box.offset)

@@ -37,11 +37,14 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
     catalogue = from_rank_0(lambda: read_catalogue(folder))
     shapes, groups, buckets = catalogue.shapes, catalogue.groups, catalogue.buckets
     contents = Contents(shapes)
-    if contents.in_buckets and not contents.names_buckets:
+    if contents.in_buckets and not buckets.boxes:
         mine = raise_together(lambda: [item.order() for item in requests if item.order])
         orders = gather_unique(mine)
-        found = raise_together(lambda: boxes_by_order(shapes, orders, contents.kinds.keys()))
-        buckets = replace(buckets, boxes=found)
+        ours = gather_unique(name for item in requests for name in item.bucket_names)
+        # earlier versions saved a hash of names, which is the same at this layout only
+        if not contents.bucket_names or contents.bucket_names.issuperset(ours):
+            found = raise_together(lambda: boxes_by_order(shapes, orders, contents.kinds.keys()))
+            buckets = replace(buckets, boxes=found)
     # the caller's and each optimizer's own configuration allow differences
     policy = functools.reduce(operator.or_, (item.policy for item in requests), policy)
     notes = raise_together(

@@ -23,8 +23,7 @@ class LoadPlan:
     def choose(self, values: Mapping[int, StateValue]) -> None:
         """Choose the sources of all values of one parameter."""
         where = next(iter(values.values())).where
-        in_bucket = self._is_in_bucket(values)
-        saved = self._contents.state_of(where.space, where.reader.name, in_bucket=in_bucket)
+        saved = self._contents.state_of(where.space, where.reader.name)
         # the checkpoint has state by bucket, but this parameter is in none that fits
         self._in_other_buckets |= bool(self._contents.in_buckets) and not saved.keys
 
@@ -66,7 +65,7 @@ class LoadPlan:
     def notes(self) -> list[Note]:
         """Return all differences from the checkpoint."""
         in_bucket = any(value.is_in_bucket for value in self.chosen.values())
-        if in_bucket and not self._contents.names_buckets:
+        if in_bucket and not self._contents.bucket_names:
             text = "the checkpoint does not name the parameters of its buckets, matched by order"
             self._report.note(text)
         return self._report.notes
@@ -75,13 +74,4 @@ class LoadPlan:
         """Raise a ConfigurationError if state is missing, or should start fresh after a step."""
         self._report.refuse(
             "checkpoint", has_stepped=self._has_stepped, by_bucket=self._in_other_buckets
-        )
-
-    def _is_in_bucket(self, values: Mapping[int, StateValue]) -> bool:
-        """Return whether the checkpoint has a bucket with the parameter."""
-        # a rank that owns a matrix but stores no part of it does not know the bucket
-        return all(value.where.stored is None for value in values.values()) or any(
-            value.found_in(self._contents, kind) is not None
-            for value in values.values()
-            for kind in self._contents.in_buckets
         )

@@ -14,7 +14,7 @@ from megatron_eopt.base.agreement import gather_unique, totals
 from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint import saved_state
 from megatron_eopt.checkpoint.bucket_order import Order
-from megatron_eopt.checkpoint.buckets import SavedBuckets
+from megatron_eopt.checkpoint.buckets import BucketSpace, SavedBuckets
 from megatron_eopt.checkpoint.catalogue import Shapes
 from megatron_eopt.checkpoint.contents import Contents, unstacked
 from megatron_eopt.checkpoint.continuation import (
@@ -29,6 +29,7 @@ from megatron_eopt.checkpoint.keys import matrix_state_key
 from megatron_eopt.checkpoint.migration import LoadPlan
 from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace, parameter_spaces
 from megatron_eopt.checkpoint.saved_groups import Groups, SavedGroups, optimizer_of
+from megatron_eopt.checkpoint.sources import Source
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.update_rule import OF_GROUPS, UpdateRule, set_step
 
@@ -65,6 +66,8 @@ class StateRequests:
         self._optimizers = {name for group in groups if (name := optimizer_of(group))}
         self._has_stepped = any(link.storage.steps > 0 for link in links)
         self._buckets = bucket_spaces(links)
+        # keys that identify the parameters in them
+        self.bucket_names = [space.params_key for space in self._buckets.values()]
         # of each parameter that this rank stores, by index of the optimizer in the chain and of
         # the group, to name the parameters of groups
         self.spaces_of: dict[tuple[int, int], list[ParameterSpace]] = {}
@@ -77,14 +80,17 @@ class StateRequests:
             for number, link in enumerate(links)
             for value in self._values_of(number, link, model_state)
         ]
+        # a load that :meth:`adapt` does not match asks for what this run would save
+        contents = self._as_by_bucket(model_state) if by_bucket else None
         self._chosen = {
-            index: (by_bucket and value.in_bucket(value.kind)) or value
+            index: (contents and value.found_in(contents, value.kind)) or value
             for index, value in enumerate(self._values)
             # a load asks for counts of single parameters only where ``adapt`` finds some
             if not (value.is_count and counts is None)
         }
         self.param_state: dict[str, Any] = {}
-        # groups and loss scale that the checkpoint has beside buckets of another layout
+        # groups and loss scale beside buckets: what asks for them, and what a checkpoint has
+        self._beside = {str(n): its.common() for n, its in self._buckets.items() if by_bucket}
         self.common: Sequence[Mapping[str, Any]] = ()
         self._by_order = False  # whether the checkpoint's buckets have no names of parameters
 
@@ -95,7 +101,7 @@ class StateRequests:
         stacked = {
             index: value
             for index, value in self._chosen.items()
-            if value.stacked and value.bucket is None
+            if value.stacked and not value.is_in_bucket
         }
         for piece in (piece for value in stacked.values() for piece in value.pieces):
             # copies are not written, so they do not count
@@ -131,10 +137,10 @@ class StateRequests:
         Raises:
             ConfigurationError: If state is missing; names the parameters and kinds.
         """
-        self.common = () if buckets is None else buckets.common
+        self._beside, self.common = {}, () if buckets is None else buckets.common
         boxes = None if buckets is None else buckets.boxes
         contents = Contents(shapes, SavedGroups(groups, self._optimizers), boxes)
-        self._by_order = not contents.names_buckets
+        self._by_order = not contents.bucket_names
         reading = LoadPlan(policy, contents, has_stepped=self._has_stepped)
         # state of one parameter continues or starts fresh together, see Note [Meaning of state]
         by_parameter: dict[str, dict[int, saved_state.StateValue]] = {}
@@ -204,17 +210,20 @@ class StateRequests:
             for index, value in self._chosen.items()
             if value.pieces
         }
-        # groups and loss scale are stored beside the buckets, under the prefix under which one was
-        # found
-        prefixes = {value.bucket for value in self._chosen.values()}
-        buckets = {
-            str(number): space.common(prefix)
-            for number, space in self._buckets.items()
-            for prefix in space.prefixes
-            if prefix in prefixes
-        }
-        if buckets:
-            self.param_state["buckets"] = buckets
+        if self._beside:
+            self.param_state["buckets"] = self._beside
+
+    def _as_by_bucket(self, model_state: Mapping[str, Any]) -> Contents:
+        """Return what a checkpoint by bucket has that this run would save."""
+        kinds = {value.kind for value in self._values if not value.is_count}
+        boxes: dict[str, list[Source]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for space in self._buckets.values():
+            for key, size, source in space.boxes(model_state):
+                bucket = space.prefixes[0] + source.key
+                boxes.setdefault(key, []).append(replace(source, key=bucket))
+                shapes |= {f"{bucket}.{kind}": (size,) for kind in kinds}
+        return Contents(shapes, boxes=boxes)
 
     def _values_of(
         self, position: int, link: ChainLink, model_state: Mapping[str, Any]
@@ -252,7 +261,6 @@ class StateRequests:
                 Reader.of(update_rule.name, all_groups[in_group]),
                 states[update_rule, number],
                 item,
-                self._buckets.get(position),
                 self._matrices_of(space, item.param, update_rule, number),
             )
             for kind, tensor in tensors.items():
@@ -324,7 +332,7 @@ class StateRequests:
             yield saved_state.StateValue(where, STEP, (count,))
 
 
-def bucket_spaces(links: Sequence[ChainLink]) -> dict[int, saved_state.BucketSpace]:
+def bucket_spaces(links: Sequence[ChainLink]) -> dict[int, BucketSpace]:
     """Return the bucket spaces of a chain's optimizers with ZeRO-1 fragments, by their index."""
     spaces = {}
     for number, link in enumerate(links):
@@ -332,7 +340,5 @@ def bucket_spaces(links: Sequence[ChainLink]) -> dict[int, saved_state.BucketSpa
             chained = f"chained_{number}."
             # the writer may have had another number of optimizers, and one alone has no prefix
             likely = (chained, "") if len(links) > 1 else ("", chained)
-            spaces[number] = saved_state.BucketSpace(
-                link.storage, likely[: 2 if number == 0 else 1]
-            )
+            spaces[number] = BucketSpace(link.storage, likely[: 2 if number == 0 else 1])
     return spaces

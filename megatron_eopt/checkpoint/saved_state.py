@@ -8,7 +8,7 @@ Note [Saved state]
     substitute: another kind of state, or a bucket of megatron-core.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,91 +20,18 @@ from torch import Tensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.names import MAINS, STEP
-from megatron_eopt.checkpoint.buckets import SavedBox
 from megatron_eopt.checkpoint.contents import Contents, Piece, Pieces
 from megatron_eopt.checkpoint.continuation import Reader
 from megatron_eopt.checkpoint.keys import (
-    buffer_params_key,
     kind_of,
     matrix_state_key,
     state_key,
 )
-from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace, parameter_spaces
+from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace
 from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.update_rule import UnshardedState, UpdateRule
 from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.local_tensors import local_of
-
-
-class BucketSpace:
-    """The places of one optimizer's fragments in a checkpoint by bucket.
-
-    Megatron writes Adam's state in this form (``dp_reshardable``): one flat tensor for each kind of
-    state and bucket of DDP's buffers. Any optimizer over the same buffers can read it, at any
-    data-parallel size.
-
-    Args:
-        optimizer: Megatron's distributed optimizer.
-        prefixes: Possible prefixes of its keys, with and without the index in a chain; the likely
-            one first.
-    """
-
-    def __init__(self, optimizer: Any, prefixes: tuple[str, ...]) -> None:
-        name = f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}."
-        self.prefixes = tuple(prefix + name for prefix in prefixes)
-        place = f"{next(filter(None, prefixes))}{optimizer.data_parallel_group_idx}"
-        self.params_key = buffer_params_key(place, optimizer.buffer_params)
-        self._optimizer = optimizer
-        # name and size of the bucket, and index of the fragment's first element
-        self._places: dict[Tensor, tuple[str, int, int]] = {}
-        # names and offsets as in megatron-core's ``sharded_param_state_dp_reshardable``
-        for index, ranges in enumerate(optimizer.gbuf_ranges):
-            for dtype, buckets in ranges.items():
-                for number, bucket in enumerate(buckets):
-                    name = f"gbuf_idx_{index}.dtype_{dtype}.bucket_idx_{number}"
-                    size = optimizer.buffers[index].buckets[number].numel_unpadded
-                    for param, held in bucket["param_map"].items():
-                        self._places[param] = name, size, held["gbuf_world_in_bucket"].start
-
-    def piece(self, param: Tensor, kind: str, flat: Tensor, prefix: str) -> ShardedTensor:
-        """Return the piece for one kind of state of a fragment."""
-        name, size, start = self._places[param]
-        key = f"{prefix}{name}.{kind}"
-        shape = tuple(flat.shape)
-        # None: fragments form no regular grid of the bucket
-        return ShardedTensor(key, flat, flat.dtype, shape, (size,), (start,), None)
-
-    def described(self, model_state: Mapping[str, Any]) -> ShardedObject:
-        """Return the object that says which parameters are where in the buckets."""
-        boxes = list(self._boxes(model_state))
-        layout = {"prefixes": self.prefixes, "boxes": boxes}
-        return ShardedObject(self.params_key, layout, (1,), (0,), replica_id=self._replica)
-
-    def _boxes(self, model_state: Mapping[str, Any]) -> Iterator[SavedBox]:
-        """Yield the boxes of all parameters in the buckets, those of other ranks, too."""
-        buffers = self._optimizer.buffers
-        spaces = parameter_spaces(model_state, [p for b in buffers for p in b.param_index_map])
-        for index, (buffer, (dtype,)) in enumerate(
-            zip(buffers, self._optimizer.gbuf_ranges, strict=True)
-        ):
-            for param, (start, _, number) in buffer.param_index_map.items():
-                name = f"gbuf_idx_{index}.dtype_{dtype}.bucket_idx_{number}"
-                start -= buffer.buckets[number].offset
-                for piece, shape, offset, first, strides in spaces[param].boxes(0, param.numel()):
-                    yield piece.key, name, start + first, strides, shape, offset
-
-    @property
-    def _replica(self) -> tuple[int, int, int]:
-        instance = self._optimizer.distributed_optimizer_instance_id
-        return (instance, 0, self._optimizer.data_parallel_group.rank())
-
-    def common(self, prefix: str) -> Mapping[str, ShardedObject]:
-        """Return the objects that are stored with the buckets: groups and loss scale."""
-        names = ("optimizer", *(("grad_scaler",) if self._optimizer.grad_scaler else ()))
-        return {
-            name: ShardedObject(f"{prefix}{name}", None, (1,), (0,), replica_id=self._replica)
-            for name in names
-        }
 
 
 @dataclass(frozen=True)
@@ -120,7 +47,6 @@ class ParameterLocation:
     # the optimizer's state on this rank, with the step count
     state: dict[str, Any] | None = None
     stored: MainShard | None = None  # what this rank stores; None for a matrix on its owner rank
-    buckets: BucketSpace | None = None  # its place in checkpoints by bucket, if any
     matrices: Sequence[MatrixPart] = ()  # its logical matrices, if it has several
 
     @property
@@ -145,7 +71,6 @@ class StateValue:
     flat: Tensor | None = None  # the flat local value, if it is sharded like its parameter
     kept: UnshardedState | None = None  # the value, if it is not sharded like its parameter
     factor: float = 1.0  # what the value is multiplied by after reading
-    bucket: str | None = None  # prefix of the keys if it is read from a bucket
     homes: tuple[Tensor, ...] = ()  # where to copy what is read for each piece, if not its data
 
     @property
@@ -160,9 +85,7 @@ class StateValue:
             for piece in self.pieces
         ]
         pieces = tuple(piece for piece in found if piece is not None)
-        if len(pieces) == len(found):
-            return replace(self, pieces=pieces)
-        return self.in_bucket(kind, contents)
+        return replace(self, pieces=pieces) if len(pieces) == len(found) else None
 
     def misfit_in(self, contents: Contents, kind: str) -> str:
         """Return how a checkpoint's kind of state differs from this value."""
@@ -172,21 +95,6 @@ class StateValue:
             if shape is not None and shape != tuple(piece.global_shape):
                 return f"of shape {shape} must have shape {tuple(piece.global_shape)}"
         return "is of other matrices"
-
-    def in_bucket(self, kind: str, contents: Contents | None = None) -> "StateValue | None":
-        """Return this value as a kind of state in a bucket; None if there is none.
-
-        Without ``contents``, it is the bucket that megatron-core would use.
-        """
-        stored, buckets = self.where.stored, self.where.buckets
-        if buckets is not None and stored is not None and self.flat is not None:
-            flat = torch.empty_like(self.flat) if self.homes else self.flat
-            homes = (self.flat,) if self.homes else ()
-            for prefix in buckets.prefixes:
-                piece = buckets.piece(stored.param, kind, flat, prefix)
-                if contents is None or contents.has_bucket(piece, buckets.params_key):
-                    return replace(self, pieces=(piece,), bucket=prefix, homes=homes)
-        return None
 
     @property
     def is_in_bucket(self) -> bool:

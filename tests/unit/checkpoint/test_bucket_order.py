@@ -7,14 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_eopt import ConfigurationError, checkpoints
 from megatron_eopt.checkpoint.bucket_order import Entry, Order, boxes_by_order
+from megatron_eopt.checkpoint.buckets import BucketSpace
 from megatron_eopt.checkpoint.keys import split_key
 from megatron_eopt.checkpoint.parameter_space import Section
 from tests.harness import run_ranks
@@ -84,6 +87,29 @@ def moments(state: dict[str, Any]) -> dict[str, Any]:
     }
     assert found
     return found
+
+
+def write_hashes(case: Case, folder: str) -> None:
+    """Save as version 0.2.0 did, which wrote a hash of the parameters' names and no boxes."""
+
+    def named(space: Any, _: Any) -> ShardedObject:
+        return ShardedObject(space.params_key, None, (1,), (0,), replica_id=space._replica)
+
+    with mock.patch.object(BucketSpace, "described", named):
+        write_all([case], folder)
+
+
+def test_a_hash_of_names_finds_the_same_buckets_only(tmp_path):
+    case = replace(OF_STOCK[0], stock=False)
+    run_ranks(2, write_hashes, case, str(tmp_path))
+    (written,) = run_ranks(2, load, [case], str(tmp_path))[0]
+    for ddp in (case.ddp, {}):
+        one = [replace(case, ddp=ddp)]
+        (found,) = run_ranks(1, load, one, str(tmp_path), 0, checkpoints.load)[0]
+        assert not differences(moments(written), moments(found))
+    other = [replace(case, parallel={"tp": 2})]
+    with pytest.raises(RuntimeError, match="fill its buckets at no layout"):
+        run_ranks(2, load, other, str(tmp_path), 0, checkpoints.load)
 
 
 def rewrite(case: Case, folder: str, other: str) -> None:
@@ -236,13 +262,15 @@ def test_all_parameters_are_found(tp, bucket_size, tied):
             for one in itertools.chain(*itertools.chain(*mine)):
                 for section, wanted in zip(one.sections, values_of(one), strict=True):
                     read = torch.full_like(wanted, -2)
-                    for box in found[section.key]:
+                    for source in found[section.key]:
+                        box = source.box
                         low = [a - b for a, b in zip(box.offset, section.offset, strict=True)]
                         if any(not 0 <= a < n for a, n in zip(low, section.shape, strict=True)):
                             continue  # of another layer, or of another part
                         where = [slice(a, a + n) for a, n in zip(low, box.shape, strict=True)]
-                        values = buckets[box.bucket]
-                        read[tuple(where)] = values.as_strided(box.shape, box.strides, box.first)
+                        values = buckets[source.key]
+                        (first,) = source.place
+                        read[tuple(where)] = values.as_strided(box.shape, source.strides, first)
                     assert torch.equal(read, wanted), (pp, in_stage, ours, one.name)
 
 
