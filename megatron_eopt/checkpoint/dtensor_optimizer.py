@@ -1,14 +1,10 @@
-"""A torch optimizer over DTensors, whose update rules update this rank's shards as plain tensors.
+"""The optimizer of your own training loop, whose state dicts load at any layout.
 
-Parameter groups and state hold DTensors. Schedulers, checkpoints and hooks may change them at any
-time, and the next step uses the new values. In a step, every update rule gets the shards of its
-parameters, in float32, with gradients and state.
+Parameter groups and state hold DTensors, or plain tensors where a model is not sharded.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -17,36 +13,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import raise_together
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.continuation import Policy
 from megatron_eopt.checkpoint.saved_groups import take_settings
 from megatron_eopt.checkpoint.state_dicts import Loaded, StateDictMatch, Target, is_users, named
 from megatron_eopt.checkpoint.whole_matrix_state import WholeMatrixState
 from megatron_eopt.config.registry import name_of_class
-from megatron_eopt.layouts import Plan
 from megatron_eopt.math.precision import matmul_precision
-from megatron_eopt.optimizers.host_memory import OffloadSettings
+from megatron_eopt.optimizers.sharded_optimizer import Served, ShardedOptimizer
 from megatron_eopt.optimizers.spot_checks import SpotChecks
-from megatron_eopt.optimizers.update_rule import (
-    CompositeOptimizer,
-    ParamGroup,
-    State,
-    UpdateRule,
-    check_may_step,
-    described,
-    loss_of,
-    set_step,
-)
+from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule, check_may_step, set_step
 from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
 from megatron_eopt.routing.frozen import Frozen
-from megatron_eopt.storage.local_tensors import (
-    is_in_a_bucket,
-    is_uneven,
-    local_of,
-    part_of,
-    shard_like,
-)
+from megatron_eopt.storage.local_tensors import is_in_a_bucket, is_uneven, local_of, part_of
 
 
 class StepObserver(Protocol):
@@ -59,20 +38,17 @@ class StepObserver(Protocol):
         """Return the statistics of the last measured step; collective."""
 
 
-class DTensorOptimizer(CompositeOptimizer):
+class DTensorOptimizer(ShardedOptimizer):
     """Updates the parameters of a sharded model; see :func:`megatron_eopt.fsdp2.build_optimizer`.
 
     ``momentum_buffer`` and similar state are float32 DTensors with the parameter's placements.
     Statistics of whole matrices are plain tensors, the same on all ranks. State of whole matrices
     (SOAP) stays on owner ranks; only :meth:`state_dict` has it, as DTensors sharded by rows.
 
-    Args:
-        groups: Parameter groups.
-        served: Each update rule with the slice of groups and the parameters that it updates; the
-            parameters are in the order of its shards.
-        names: Name of each parameter; also an attribute.
+    The arguments are those of the base class.
     """
 
+    lends = True
     collects_stats = False  # whether to measure the next steps; the same on all ranks
     steps = 0  # number of steps done
     _observer: StepObserver | None = None
@@ -81,20 +57,14 @@ class DTensorOptimizer(CompositeOptimizer):
     frozen: Frozen | None = None  # notices what is unfrozen later, in your own loop
 
     def __init__(
-        self,
-        groups: Sequence[ParamGroup],
-        served: Sequence[tuple[UpdateRule, slice, Sequence[Tensor]]],
-        names: Mapping[Tensor, str],
+        self, groups: Sequence[ParamGroup], served: Served, names: Mapping[Tensor, str]
     ) -> None:
-        self.names = dict(names)
         self.policy = Policy()
-        self._params = {update_rule: list(params) for update_rule, _, params in served}
         # shapes of the state that owners keep, by parameter and name; None for a number
         self._shapes: dict[Tensor, dict[str, tuple[int, ...] | None]] = {}
         # keys that stand for that state, in the order of shards
         self._stands: dict[UpdateRule, list[frozenset[str]]] = {}
-        super().__init__(groups, [(update_rule, places) for update_rule, places, _ in served])
-        self._attach()
+        super().__init__(groups, served, names)
         self.init_state()
         raise_together(self.refuse_faults)
         self._owned: dict[UpdateRule, WholeMatrixState] = {
@@ -109,71 +79,6 @@ class DTensorOptimizer(CompositeOptimizer):
                 entries = owned.entries(groups_of, state)
             self._stand_for(update_rule, [[entry.name for entry in its] for its in entries])
 
-    @property
-    def plans(self) -> list[Plan]:
-        """What is sent in a step: one plan for each set of ranks that shares matrices."""
-        return [item.plan for update_rule in self.update_rules for item in update_rule.schedules]
-
-    def params_of(self, update_rule: UpdateRule) -> list[Tensor]:
-        """Return the parameters that an update rule updates, in the order of its shards."""
-        return self._params[update_rule]
-
-    def follow(self, replaced: Mapping[Tensor, Tensor]) -> None:
-        """Update other tensors from now on, such as float32 copies of 16-bit parameters.
-
-        The caller must have put them into ``param_groups`` and ``state``.
-
-        Args:
-            replaced: The new tensor for each old one, with the same shape and placements.
-        """
-        self.names = {replaced.get(param, param): name for param, name in self.names.items()}
-        self._params = {
-            update_rule: [replaced.get(param, param) for param in params]
-            for update_rule, params in self._params.items()
-        }
-
-    def groups_of(self, update_rule: UpdateRule) -> list[ParamGroup]:
-        """Return the groups that ``update rule`` updates, with only its own parameters."""
-        mine = set(self._params[update_rule])
-        return [
-            {**group, "params": [param for param in group["params"] if param in mine]}
-            for group in super().groups_of(update_rule)
-        ]
-
-    @contextmanager
-    def groups_and_state(self, update_rule: UpdateRule) -> Iterator[tuple[list[ParamGroup], State]]:
-        """Provide an update rule with this rank's shards and state, and store its results."""
-        self.take_up_state(update_rule)
-        # the local tensor itself, or a float32 copy of a 16-bit one
-        shards = {p: _stepped(local_of(p).detach()) for p in self._params[update_rule]}
-        # keyed by the local tensors, because update rules look state up by what they step
-        state: State = defaultdict(dict)
-        for param, shard in shards.items():
-            state[shard] = {key: _real(local_of(v)) for key, v in self.state[param].items()}
-        with _followed(update_rule, shards):
-            with update_rule.host.stood_in_for() if update_rule.host else nullcontext():
-                for param, shard in shards.items():
-                    if param.grad is not None:
-                        shard.grad = _grad(param, shard.dtype, self.names[param])
-            groups = [
-                {**group, "params": [shards[param] for param in group["params"]]}
-                for group in self.groups_of(update_rule)
-            ]
-            yield groups, state
-        for param, shard in shards.items():
-            local = local_of(param)
-            # only what was a copy has to be stored; without a gradient it has not changed
-            if _is_rounded(local):
-                if param.grad is not None:
-                    local.copy_(shard)
-            elif update_rule.host and param in update_rule.host.weights:
-                # a main weight, which may have moved
-                local.data = shard.data
-            self._keep(update_rule, param, state[shard])
-        for outer, group in zip(super().groups_of(update_rule), groups, strict=True):
-            # some optimizers count steps in their groups, which are copies here
-            outer.update({key: value for key, value in group.items() if key != "params"})
-
     def take_up_state(self, update_rule: UpdateRule) -> None:
         """Let an update rule know what users have cleared or replaced in :attr:`state`."""
         super().take_up_state(update_rule)
@@ -183,68 +88,18 @@ class DTensorOptimizer(CompositeOptimizer):
                 update_rule.forget_state(number)
                 kept.update(dict.fromkeys(names))
 
-    def off_load(self, settings: OffloadSettings) -> None:
-        """Keep a fraction of weights and state in host memory from now on."""
-        for update_rule in self.update_rules:
-            outer = [param for group in self.groups_of(update_rule) for param in group["params"]]
-            with self.groups_and_state(update_rule) as (groups, state):
-                shards = [shard for group in groups for shard in group["params"]]
-                pairs = zip(outer, shards, strict=True)
-                movable = frozenset(shard for param, shard in pairs if param in settings.movable)
-                update_rule.off_load(groups, state, replace(settings, movable=movable))
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters; collective over the ranks that store them.
-
-        Parameters without a gradient do not change.
-
-        Args:
-            closure: Computes the loss again, with gradients enabled.
-
-        Returns:
-            The closure's loss.
-        """
-        loss = loss_of(closure)
-        self._step()
-        return loss
-
     def _step(self) -> None:
         check_may_step(self)
         if self.frozen is not None:
             self.frozen.warn()
-        # parameters may have been moved between groups, or replaced by `follow`, since the last
-        # step
-        self._attach()
         observer = self._observer if self.collects_stats else None
         with observer.collecting() if observer else nullcontext(), matmul_precision():
-            if self.spot_checks is not None and not self.spot_checks.passes(self.steps):
-                return
+            if self.spot_checks is not None:
+                self._take_up_groups()
+                if not self.spot_checks.passes(self.steps):
+                    return
             super()._step()
             self.steps += 1
-
-    def _strangers(self) -> list[str]:
-        """Return what is in groups whose update rules do not update it, and what SOAP misses."""
-        held = {param for group in self.param_groups for param in group["params"]}
-        lost = [name for param, name in self.names.items() if param not in held]
-        found = [
-            self.names.get(param, described(place, group))
-            for number, group in enumerate(self.param_groups)
-            for mine in [self._served_in(number)]
-            for place, param in enumerate(group["params"])
-            if param not in mine
-        ]
-        needed = {param for update_rule in self._owned for param in self._params[update_rule]}
-        return [*found, *(lost if found else (self.names[p] for p in needed - held))]
-
-    def _served_in(self, number: int) -> set[Tensor]:
-        """Return the parameters of the update rules that update a group."""
-        return {
-            param
-            for update_rule, places in self._served.items()
-            if places.start <= number < places.stop
-            for param in self._params[update_rule]
-        }
 
     def observe(self, observer: StepObserver) -> None:
         """Let ``observer`` measure steps while ``collects_stats`` is set."""
@@ -408,16 +263,6 @@ class DTensorOptimizer(CompositeOptimizer):
             with self.groups_and_state(update_rule) as (groups, state):
                 update_rule.pack(groups, state)
 
-    def _attach(self) -> None:
-        """Tell update rules which of their shards the parameters of the groups are."""
-        for update_rule in self.update_rules:
-            number_of = {param: number for number, param in enumerate(self._params[update_rule])}
-            places = [
-                [number_of[p] for p in group["params"]] for group in self.groups_of(update_rule)
-            ]
-            if update_rule.shard_numbers != places:
-                update_rule.attach(places)
-
     def _stand_for(self, update_rule: UpdateRule, kinds: Sequence[Iterable[str]]) -> None:
         """Set keys without values for state that owners keep, because torch reads the keys."""
         params, names = self._params[update_rule], [frozenset(its) for its in kinds]
@@ -437,30 +282,8 @@ class DTensorOptimizer(CompositeOptimizer):
                 if shown is not values:
                     kept[param] = self.state[param]
                     self.state[param] = {}
-                    self._keep(update_rule, param, shown)
+                    self.keep(update_rule, param, shown)
         return kept
-
-    def _keep(self, update_rule: UpdateRule, param: Tensor, state: Mapping[str, Any]) -> None:
-        """Store new state, as DTensors where it is sharded like the parameter."""
-        kept = self.state[param]
-        for key, value in state.items():
-            # a tensor that was changed in place is in its DTensor already
-            if not (key in kept and local_of(kept[key]) is value):
-                cut = update_rule.is_sharded_like_param(key, value)
-                kept[key] = shard_like(param, _stored(param, value)) if cut else value
-
-
-@contextmanager
-def _followed(update_rule: UpdateRule, shards: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """In a block, let host memory know parameters by their shards, which exist only there."""
-    if update_rule.host is not None:
-        update_rule.host.follow(shards)
-    try:
-        yield
-    finally:
-        # the block itself may have off-loaded
-        if update_rule.host is not None:
-            update_rule.host.follow({shard: param for param, shard in shards.items()})
 
 
 def _copy(mine: Tensor, value: Any) -> Tensor:
@@ -477,45 +300,3 @@ def _are_placed_alike(one: Tensor, other: Tensor) -> bool:
     if not (isinstance(one, DTensor) and isinstance(other, DTensor)):
         return isinstance(one, DTensor) == isinstance(other, DTensor)
     return one.placements == other.placements and one.device_mesh == other.device_mesh
-
-
-def sparse_gradient(argument: str, value: object) -> ConfigurationError:
-    """Return the error for gradients that no optimizer here can use."""
-    rule = "sparse gradients are not supported"
-    return ConfigurationError(argument, value, rule, "Use a dense gradient (sparse=False)")
-
-
-def _grad(param: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    grad: Any = param.grad
-    if grad.layout != torch.strided:
-        raise sparse_gradient(f"gradient of {name}", grad.layout)
-    placements = getattr(param, "placements", None)
-    if isinstance(grad, DTensor) and grad.placements != placements:
-        # such as gradients that are not reduced yet (Partial); collective, and all ranks have the
-        # same placements
-        grad = grad.redistribute(placements=placements)
-    return _real(local_of(grad)).to(dtype)  # type: ignore[no-any-return]
-
-
-def _is_rounded(local: Tensor) -> bool:
-    """Whether weights have fewer bits than what a step computes."""
-    return local.dtype in (torch.bfloat16, torch.float16)
-
-
-def _stepped(local: Tensor) -> Tensor:
-    """Return what an update rule steps: the same memory, or a float32 copy of 16-bit weights."""
-    return local.to(torch.float32) if _is_rounded(local) else _real(local)
-
-
-def _real(value: Any) -> Any:
-    """Return a complex tensor's real and imaginary parts, and any other value unchanged.
-
-    Optimizers update both parts independently, as torch's do.
-    """
-    is_complex = isinstance(value, Tensor) and value.is_complex()
-    return torch.view_as_real(value.resolve_conj()) if is_complex else value
-
-
-def _stored(param: Tensor, value: Tensor) -> Tensor:
-    """Return state in the form that the parameter has, complex or real."""
-    return torch.view_as_complex(value) if param.is_complex() else value

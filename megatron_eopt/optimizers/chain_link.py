@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.optimizers.update_rule import CompositeOptimizer, ParamGroup, State, UpdateRule
+from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
+from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
 from megatron_eopt.storage.interface import Storage
 
 
@@ -24,7 +25,7 @@ class ChainLink:
         """Return the parameter groups that an update rule updates, as schedulers see them."""
         optimizer = self.storage.optimizer
         # any other optimizer has one update rule, for all of its groups
-        if isinstance(optimizer, CompositeOptimizer):
+        if isinstance(optimizer, ShardedOptimizer):
             return optimizer.groups_of(update_rule)
         groups: list[ParamGroup] = optimizer.param_groups
         return groups
@@ -34,7 +35,7 @@ class ChainLink:
     ) -> AbstractContextManager[tuple[list[ParamGroup], State]]:
         """Provide what an update rule works on: groups of this rank's tensors, and their state."""
         optimizer = self.storage.optimizer
-        if isinstance(optimizer, CompositeOptimizer):
+        if isinstance(optimizer, ShardedOptimizer):
             return optimizer.groups_and_state(update_rule)
         return nullcontext((optimizer.param_groups, optimizer.state))
 

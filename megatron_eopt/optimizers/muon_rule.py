@@ -5,7 +5,7 @@ shards. Only directions are sent to other ranks, and updates are sent back.
 
 Note [The way of a gradient]
     The chain clips gradients and steps its storages. In each, megatron-core's wrapper calls
-    :meth:`CompositeOptimizer.step`, and that :meth:`MuonRule.step`. This runs the engine, and
+    :meth:`ShardedOptimizer.step`, and that :meth:`MuonRule.step`. This runs the engine, and
     :class:`~megatron_eopt.layouts.Redistribution` calls back for each wave:
 
     1. ``load``: ``_inputs`` and ``_mixed`` mix gradients into momenta and write directions, by

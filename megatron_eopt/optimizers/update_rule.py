@@ -44,9 +44,10 @@ Note [Lifetimes]
       ``folds_clipping`` is set; :attr:`UpdateRule.coefficient` is the factor.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -54,7 +55,6 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
-from megatron_eopt.base.gpu import SideStream
 from megatron_eopt.base.names import STEP
 from megatron_eopt.base.nested_state import put
 from megatron_eopt.layouts import Redistribution
@@ -163,6 +163,11 @@ class UpdateRule:
         placed = enumerate(self.shard_numbers)
         self.assign({n: group for group, numbers in placed for n in numbers if n is not None})
 
+    def attach_in_order(self, groups: Sequence[ParamGroup]) -> None:
+        """Number shards as the parameters of the groups are ordered."""
+        count = itertools.count()
+        self.attach([[next(count) for _ in group["params"]] for group in groups])
+
     def assign(self, group_of: Mapping[int, int]) -> None:
         """Set the parameter groups of shards, including shards that are empty on this rank."""
         self.group_of.update(group_of)
@@ -242,143 +247,6 @@ class UpdateRule:
                     yield group, param, number
 
 
-class CompositeOptimizer(torch.optim.Optimizer):
-    """One torch optimizer of several update rules, which Megatron's distributed optimizer wraps.
-
-    Parameter groups and state are those of any torch optimizer, and update rules use the values
-    (lr, weight decay) that they find there. Call :meth:`init_state` once update rules are attached.
-
-    Args:
-        groups: The parameter groups of all update rules.
-        served: Each update rule with the slice of ``groups`` that it updates.
-    """
-
-    def __init__(
-        self, groups: Sequence[ParamGroup], served: Sequence[tuple[UpdateRule, slice]]
-    ) -> None:
-        # torch needs a group, but a pipeline stage without experts may have none
-        self._complete = False
-        self._members: list[set[int]] = []  # parameters of each group, by their ids
-        super().__init__([{"params": []}], {})
-        self.param_groups = list(groups)
-        self.update_rules = [update_rule for update_rule, _ in served]
-        self._served = dict(served)
-        self._count = len(self.param_groups)
-        # of the main optimizer: what schedulers such as OneCycleLR look up
-        self.defaults = {k: v for g in self.param_groups[:1] for k, v in g.items() if k != "params"}
-        self._side = SideStream()
-        self._complete = True
-
-    def init_state(self) -> None:
-        """Create the state of every parameter, so that it can be saved and loaded."""
-        for update_rule in self.update_rules:
-            with self.groups_and_state(update_rule) as (groups, state):
-                update_rule.init(groups, state)
-            # the same dictionaries, for code that clears all state or moves it to another device
-            self.state.update(update_rule.owned_state)
-        self._members = [set(map(id, group["params"])) for group in self.param_groups]
-
-    def off_load(self, settings: OffloadSettings) -> None:
-        """Keep a fraction of weights and state in host memory from now on."""
-        for update_rule in self.update_rules:
-            with self.groups_and_state(update_rule) as (groups, state):
-                update_rule.off_load(groups, state, settings)
-
-    def refuse_faults(self) -> None:
-        """Raise a ConfigurationError if an optimizer cannot start from this rank's weights."""
-        for update_rule in self.update_rules:
-            for weight, reason in update_rule.faults:
-                rule = f"cannot start from {weight}: {reason}"
-                hint = "Initialize this weight accordingly before building the optimizer"
-                raise ConfigurationError("optimizer", update_rule.name, rule, hint)
-
-    def groups_of(self, update_rule: UpdateRule) -> list[ParamGroup]:
-        """Return the parameter groups that ``update rule`` updates."""
-        return self.param_groups[self._served[update_rule]]
-
-    @contextmanager
-    def groups_and_state(self, update_rule: UpdateRule) -> Iterator[tuple[list[ParamGroup], State]]:
-        """Provide what ``update rule`` works on: groups of this rank's tensors, and their state."""
-        self.take_up_state(update_rule)
-        yield self.groups_of(update_rule), self.state
-
-    def take_up_state(self, update_rule: UpdateRule) -> None:
-        """Let an update rule know what users have cleared or replaced in :attr:`state`."""
-        update_rule.owned_state |= {param: self.state[param] for param in update_rule.owned_state}
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise a ConfigurationTypeError, because copies could not step."""
-        refuse_copy(self)
-
-    def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group during construction; raise a ConfigurationError afterwards."""
-        if self._complete:
-            refuse_group(param_group)
-        super().add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return groups and state, without the state of whole matrices, which is in no group."""
-        # torch raises KeyError for the state of a tensor that is in no group
-        members = {id(param) for group in self.param_groups for param in group["params"]}
-        owned = [key for key in self.state if id(key) not in members]
-        hidden = {key: self.state.pop(key) for key in owned}
-        try:
-            return super().state_dict()
-        finally:
-            self.state.update(hidden)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters; raise a ValueError if a closure is given."""
-        if closure is not None:
-            raise ValueError("closure is not supported: compute gradients before calling step()")
-        self._step()
-
-    def _step(self) -> None:
-        """Update all parameters, without torch's step hooks.
-
-        An override of ``step`` calls this, because ``super().step`` would run the hooks twice.
-        """
-        if len(self.param_groups) != self._count:
-            raise _fixed("param_groups", f"{len(self.param_groups)} groups")
-        if strangers := self._strangers():
-            rule = "not where they were when the optimizer was built, so no step would update them"
-            hint = "Build the optimizer again after the model or its groups have changed"
-            raise ConfigurationError("param_groups", ", ".join(strangers[:8]), rule, hint)
-        # Adam's passes are limited by memory and Muon's products by arithmetic, so together they
-        # take less time. Rules that fit call no collectives, so all ranks still call them in one
-        # order.
-        fits = [rule for rule in self.update_rules if rule.fits_beside and rule.host is None]
-        others = [rule for rule in self.update_rules if rule not in fits]
-        with self._side.beside() if others else nullcontext():
-            self._step_rules(fits)
-        self._step_rules(others)
-        # what follows on the current stream reads all weights
-        self._side.join()
-
-    def _strangers(self) -> list[str]:
-        """Return what is in groups whose update rules do not update it, in words."""
-        return [
-            described(place, group)
-            for group, members in zip(self.param_groups, self._members, strict=True)
-            for place, param in enumerate(group["params"])
-            if id(param) not in members
-        ]
-
-    def _step_rules(self, update_rules: Iterable[UpdateRule]) -> None:
-        for update_rule in update_rules:
-            # a block, since storages of DTensors make local tensors for it and store results after
-            # it
-            with self.groups_and_state(update_rule) as (groups, state):
-                update_rule.step(groups, state)
-
-
-def described(place: int, group: ParamGroup) -> str:
-    """Return a parameter of a group in words."""
-    shape = tuple(group["params"][place].shape)
-    return f"parameter {place} of group {group.get('group_id')!r}, of shape {shape}"
-
-
 def refuse_copy(optimizer: Any) -> NoReturn:
     """Raise a ConfigurationTypeError in place of copying or pickling an optimizer."""
     rule = "cannot be copied or pickled, because it belongs to a model and to groups of processes"
@@ -401,10 +269,11 @@ def check_may_step(optimizer: Any) -> None:
 
 def refuse_group(param_group: ParamGroup) -> None:
     """Raise a ConfigurationError in place of ``add_param_group``."""
-    raise _fixed("add_param_group", f"{len(list(param_group.get('params', ())))} parameters")
+    raise fixed("add_param_group", f"{len(list(param_group.get('params', ())))} parameters")
 
 
-def _fixed(argument: str, value: str) -> ConfigurationError:
+def fixed(argument: str, value: str) -> ConfigurationError:
+    """Return the error for a change of the number of groups."""
     rule = "groups are fixed, because work is assigned to ranks when the optimizer is built"
     return ConfigurationError(argument, value, rule, "Build the optimizer again")
 

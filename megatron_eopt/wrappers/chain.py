@@ -37,8 +37,9 @@ from megatron_eopt.checkpoint.saved_groups import check_state_dict
 from megatron_eopt.config.settings import RunSettings, Settings
 from megatron_eopt.math import passes
 from megatron_eopt.optimizers.chain_link import ChainLink
+from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
 from megatron_eopt.optimizers.spot_checks import SpotChecks
-from megatron_eopt.optimizers.update_rule import CompositeOptimizer, check_may_step, refuse_copy
+from megatron_eopt.optimizers.update_rule import check_may_step, refuse_copy
 from megatron_eopt.qk_clip import remember
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.global_names import names_in
@@ -535,7 +536,7 @@ class OptimizerChain(ChainedOptimizer):
     def _is_unmixed(self) -> bool:
         """Whether state can be saved by bucket, as megatron-core's distributed optimizer does."""
         return all(
-            item.in_buffers and not isinstance(item.optimizer, CompositeOptimizer)
+            item.in_buffers and not isinstance(item.optimizer, ShardedOptimizer)
             for item in self.chained_optimizers
         )
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.base.agreement import is_rank_0, raise_together
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM, OUTPUT_ATTRIBUTE, STANDARD_OPTIMIZERS
-from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer, sparse_gradient
+from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.checkpoint.saved_groups import writers_of
 from megatron_eopt.config.arguments import arguments_of
 from megatron_eopt.config.checks import check_alike
@@ -28,6 +28,7 @@ from megatron_eopt.config.registry import Overrides
 from megatron_eopt.config.settings import Settings
 from megatron_eopt.config.values import read_value
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
+from megatron_eopt.optimizers.sharded_optimizer import sparse_gradient
 from megatron_eopt.optimizers.spot_checks import SpotChecks
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.global_names import names_in

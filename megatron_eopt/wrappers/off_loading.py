@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from megatron_eopt.base.address import address_of
 from megatron_eopt.config.settings import RunSettings
 from megatron_eopt.optimizers.host_memory import OffloadSettings
-from megatron_eopt.optimizers.update_rule import CompositeOptimizer
+from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
 from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.local_tensors import local_of
 
 
 def off_load(
-    composite: CompositeOptimizer, settings: RunSettings, stored: Iterable[MainShard] = ()
+    optimizer: ShardedOptimizer, settings: RunSettings, stored: Iterable[MainShard] = ()
 ) -> None:
     """Keep the fraction of state, and of ``stored`` main weights, that the settings ask for."""
     if not settings.offload_fraction:
@@ -22,8 +22,8 @@ def off_load(
         for item in stored
         if address_of(local_of(item.main))[0] != address_of(local_of(item.param))[0]
     ]
-    params = (local_of(p) for group in composite.param_groups for p in group["params"])
-    composite.off_load(
+    params = (local_of(p) for group in optimizer.param_groups for p in group["params"])
+    optimizer.off_load(
         OffloadSettings(
             settings.offload_fraction,
             frozenset(own),

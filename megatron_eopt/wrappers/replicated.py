@@ -1,7 +1,6 @@
 """Every data-parallel rank stores and steps whole parameters, or whole tensor-parallel shards."""
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -250,6 +249,5 @@ def _update_rules(
             for param in params
         ]
         update_rule = LocalShardRule(optimizer, init_state_fn, settings.config, ranks=ranks)
-    count = itertools.count()
-    update_rule.attach([[next(count) for _ in group["params"]] for group in optimizer.param_groups])
+    update_rule.attach_in_order(optimizer.param_groups)
     return [update_rule]

@@ -3,7 +3,7 @@
 import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from megatron_eopt.optimizers.element_wise import ElementWiseRule
 from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.host_memory import on_device
 from megatron_eopt.optimizers.muon import declared_split
-from megatron_eopt.optimizers.update_rule import CompositeOptimizer, ParamGroup, UpdateRule, bind
+from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
+from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule, bind
 from megatron_eopt.wrappers.off_loading import off_load
 from megatron_eopt.wrappers.specs import OptimizerSpec, update_rule_over
 from megatron_eopt.wrappers.zero1.buffers import (
@@ -88,7 +89,13 @@ def unmixed_links(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list[Ch
             config = sharding.settings.config
             update_rules = [ElementWiseRule(spec.optimizer, spec.init_state_fn, config)]
         storage = sharding.storage(spec.optimizer, by_kind[spec.is_expert])
-        links.append(_numbered(ChainLink(storage, update_rules), {}))
+        model_of = {item.main: item.param for item in storage.main_shards()}
+        params = []
+        for update_rule in update_rules:
+            groups = spec.optimizer.param_groups
+            update_rule.attach_in_order(groups)
+            params.append([model_of[main] for group in groups for main in group["params"]])
+        links.append(ChainLink(storage, update_rules, params))
     return links
 
 
@@ -121,8 +128,7 @@ def _link(
     """Return the link of one set of buffers; its groups go to ``live``, by optimizer."""
     places = ranges_in(buffers, sharding.names)
     groups: list[ParamGroup] = []
-    served: list[tuple[UpdateRule, slice]] = []
-    params: dict[UpdateRule, list[Tensor]] = {}
+    served: list[tuple[UpdateRule, slice, list[Tensor]]] = []
     update_rules = {}
     for number, spec in enumerate(specs):
         mine = _groups_in(spec, places, is_expert=buffers.is_expert)
@@ -133,14 +139,12 @@ def _link(
         update_rule = _update_rule_of(sharding, spec, mine, of_base, buffers)
         update_rule.is_clipped = spec.is_clipped
         update_rules[number] = update_rule
-        served.append((update_rule, slice(len(groups), len(groups) + len(mine))))
+        served.append((update_rule, slice(len(groups), len(groups) + len(mine)), list(of_base)))
         groups += mine
-        if update_rule.shards:
-            params[update_rule] = list(of_base)
-    composite = CompositeOptimizer(groups, served)
+    composite = ShardedOptimizer(groups, served, sharding.names)
     storage = sharding.storage(composite, buffers)
-    link = _numbered(ChainLink(storage, composite.update_rules), params)
-    # only now do the groups have fragments instead of the model's parameters
+    # megatron-core's wrapper has replaced the parameters in the groups by this rank's fragments
+    composite.follow({item.param: item.main for item in storage.main_shards()})
     composite.init_state()
     for number, update_rule in update_rules.items():
         live[number].extend(composite.groups_of(update_rule))
@@ -152,7 +156,7 @@ def _link(
             [update_rule.host for update_rule in composite.update_rules],
             storage.collect_gradients,
         )
-    return link
+    return ChainLink(storage, composite.update_rules, [params for *_, params in served])
 
 
 def _update_rule_of(
@@ -195,23 +199,6 @@ def _update_rule_of(
         grows=is_usual and not settings.offload_fraction,
     )
     return update_rule_over(spec, groups, shards, engine_config, settings.config)
-
-
-def _numbered(link: ChainLink, params: Mapping[UpdateRule, Sequence[Tensor]]) -> ChainLink:
-    """Return a link whose update rules know the shard number of each fragment.
-
-    ``params`` has the parameters of update rules with shards, in order of the shards. Other rules
-    number their fragments in order of the groups.
-    """
-    model_of = {id(item.main): item.param for item in link.storage.main_shards()}
-    found = []
-    for update_rule in link.update_rules:
-        held = [[model_of[id(p)] for p in group["params"]] for group in link.groups_of(update_rule)]
-        mine = params.get(update_rule) or [param for group in held for param in group]
-        number_of = {param: number for number, param in enumerate(mine)}
-        update_rule.attach([[number_of[param] for param in group] for group in held])
-        found.append(mine)
-    return replace(link, params=found)
 
 
 def _groups_in(

@@ -16,8 +16,9 @@ def count(layout, settings):
     with CommDebugMode() as mode:
         optimizer.step()
     counts = {str(name).rpartition(".")[2]: n for name, n in mode.get_comm_counts().items()}
-    here = [len(b.matrices) for p in optimizer.plans for w in p.waves for b in w.batches]
-    return counts, [(plan.calls, len(plan.waves)) for plan in optimizer.plans], sum(here)
+    plans = [item.plan for rule in optimizer.update_rules for item in rule.schedules]
+    here = [len(batch.matrices) for plan in plans for wave in plan.waves for batch in wave.batches]
+    return counts, [(plan.calls, len(plan.waves)) for plan in plans], sum(here)
 
 
 @pytest.mark.parametrize(

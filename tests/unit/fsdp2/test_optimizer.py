@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import build_optimizer
-from megatron_eopt.optimizers.update_rule import CompositeOptimizer
+from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
 from megatron_eopt.storage.local_tensors import local_of
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import (
@@ -155,7 +155,7 @@ def test_hooks_and_closures_are_called():
         return 1.5
 
     # torch puts hooks around the ``step`` of the class of each optimizer that is made
-    CompositeOptimizer([], [])
+    ShardedOptimizer([], [], {})
     assert optimizer.step(closure) == 1.5
     assert called == ["pre", "post"]
 
