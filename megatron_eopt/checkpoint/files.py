@@ -84,9 +84,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA
     try:
-        stat = path.stat()
-        # as long as the file is the same; a load asks for it more than once
-        metadata = _unpickled_metadata(path, (stat.st_ino, stat.st_mtime_ns, stat.st_size))
+        _, metadata = content_of_metadata(folder)
     except Exception as error:  # a damaged file can raise anything
         raise damaged(path, f"cannot be read ({_text(error)})") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
@@ -94,15 +92,22 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
+def content_of_metadata(folder: Path) -> tuple[bytes, Any]:
+    """Return the bytes of torch's metadata file, and what they are, read once in a load."""
+    path = folder / METADATA
+    stat = path.stat()
+    return _content_of(path, (stat.st_ino, stat.st_mtime_ns, stat.st_size))
+
+
 @functools.lru_cache(maxsize=1)
-def _unpickled_metadata(path: Path, version: tuple[int, ...]) -> Any:
-    with path.open("rb") as file:
-        return pickle.load(file)
+def _content_of(path: Path, version: tuple[int, ...]) -> tuple[bytes, Any]:
+    content = path.read_bytes()
+    return content, pickle.loads(content)
 
 
 def forget_metadata() -> None:
-    """Release the memory of what :func:`read_metadata` has read last."""
-    _unpickled_metadata.cache_clear()
+    """Release the memory of what :func:`content_of_metadata` has read last."""
+    _content_of.cache_clear()
 
 
 def object_at(folder: Path, metadata: Metadata, key: str) -> Any:

@@ -49,6 +49,5 @@ def test_metadata_are_read_once(tmp_path: Path, form: str) -> None:
     )
     loading = [*TINY, *flags, "--train-iters", "2", "--load", str(tmp_path)]
     first, second = run_ranks(2, reads_of, loading, cpu=False, timeout=300)
-    # the guard compares the file's bytes
-    assert first - Counter(fingerprint=1) == {"_unpickled_metadata": 1}
+    assert first.total() == 1, first
     assert second.total() <= 1

@@ -28,6 +28,7 @@ from megatron_eopt.base.agreement import (
 from megatron_eopt.checkpoint.files import (
     CONFIG,
     METADATA,
+    content_of_metadata,
     damaged,
     forget_metadata,
     form_of,
@@ -97,8 +98,8 @@ def fingerprints_of(folder: Path) -> dict[str, str]:
     """
     # one rank lists the folder, which on a shared file system may look different to others
     files, _ = from_rank_0(lambda: _needed(folder))
-    forget_metadata()
     mine = raise_together(lambda: _fingerprints_of_share(folder, files))
+    forget_metadata()
     return functools.reduce(operator.or_, gather_objects(mine))
 
 
@@ -121,7 +122,8 @@ def fingerprint(path: Path, slices: Sequence[Slice] = ()) -> str:
     Without slices, the file is one. What torch has not saved is read as a whole.
     """
     digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
+    is_read = path.name == METADATA  # and checked already
+    with io.BytesIO(content_of_metadata(path.parent)[0]) if is_read else path.open("rb") as file:
         for start, length in slices or [(0, path.stat().st_size)]:
             digest.update(f"{start} {length}\n".encode())
             file.seek(start)
@@ -172,7 +174,9 @@ def _share(files: Files) -> list[str]:
     """Return this rank's share of files: of those with tensors, and of others."""
     alone = not distributed.is_initialized()
     rank, world = (0, 1) if alone else (distributed.get_rank(), distributed.get_world_size())
-    return sorted(files, key=lambda name: (not files[name], name))[rank::world]
+    # rank 0 has read the metadata
+    read = [name for name in (METADATA,) if rank == 0 and name in files]
+    return sorted(files.keys() - {METADATA}, key=lambda n: (not files[n], n))[rank::world] + read
 
 
 def _fingerprints_of_share(folder: Path, files: Files) -> dict[str, str]:
