@@ -56,6 +56,7 @@ with importing_quietly():
     from megatron_eopt.optimizers import modes, update_rule, whole_matrix_rule
     from megatron_eopt.optimizers.host_memory import HostMemory
     from megatron_eopt.optimizers.muon_rule import MuonRule
+    from megatron_eopt.optimizers.storage import rules_of
     from megatron_eopt.routing.plain_names import plain_names
     from megatron_eopt.storage.local_tensors import local_of
     from megatron_eopt.wrappers.builders import BUILDERS, OptimizerBuildContext
@@ -295,7 +296,7 @@ def _built(case: _Case) -> tuple[Any, OptimizerChain]:
         # as a scheduler does
         group["lr"] = group.get("max_lr", fields["lr"])
         group["weight_decay"] = fields["weight_decay"] * group["wd_mult"]
-    for host, rule in [(r.host, r) for link in chain.links for r in link.update_rules]:
+    for host, rule in [(rule.host, rule) for rule in rules_of(chain.chained_optimizers)]:
         if isinstance(host, _PoisonedHost):
             rule.step = functools.partial(host.during, rule.step)  # type: ignore[method-assign]
     return chunk, chain
@@ -337,8 +338,8 @@ def part_of(param: Tensor, whole: Tensor) -> Tensor:
 def _mains(chunk: Any, chain: OptimizerChain) -> Iterator[tuple[str, Any, Tensor]]:
     """Yield the name of each parameter that this rank stores, where, and its main weights."""
     names = {param: name for name, param in _named(chunk)}
-    for link in chain.links:
-        for item in link.storage.main_shards():
+    for storage in chain.chained_optimizers:
+        for item in storage.main_shards():
             yield names[item.param], item, local_of(item.main).detach().reshape(-1)
 
 

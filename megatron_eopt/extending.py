@@ -5,8 +5,9 @@ from megatron_eopt.base.quiet import importing_quietly
 with importing_quietly():
     from megatron_eopt.config.registry import EmergingOptimizerEntry
     from megatron_eopt.optimizers.muon_rule import MuonRule
+    from megatron_eopt.optimizers.storage import Storage
     from megatron_eopt.optimizers.update_rule import UpdateRule
-    from megatron_eopt.storage.interface import MainShard, Storage
+    from megatron_eopt.storage.interface import MainShard
     from megatron_eopt.wrappers.builders import OptimizerBuildContext, register_storage
     from megatron_eopt.wrappers.layer_wise import LayerWiseDistributedOptimizer
     from megatron_eopt.wrappers.parts import build_sharded

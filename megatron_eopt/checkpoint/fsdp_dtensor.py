@@ -29,7 +29,6 @@ from megatron_eopt.checkpoint.continuation import (
 )
 from megatron_eopt.checkpoint.optimizer_state import prepare
 from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER, adopt, identity_of, state_in
-from megatron_eopt.optimizers.chain_link import ChainLink
 
 FORMAT = "fsdp_dtensor"
 """The trainer's name for the format."""
@@ -37,10 +36,9 @@ FORMAT = "fsdp_dtensor"
 _FIRST_HALF = "_w"
 
 
-def requested(link: ChainLink, *, is_loading: bool) -> dict[str, Any]:
+def requested(storage: Any, *, is_loading: bool) -> dict[str, Any]:
     """Return what the trainer saves, or loads in place, of a chain's only optimizer; collective."""
-    storage: Any = link.storage
-    prepare([link], is_loading=is_loading)
+    prepare([storage], is_loading=is_loading)
     packed = storage.optimizer.state_dict()
     state: dict[str, dict[str, Any]] = {}
     for group, its in zip(storage.optimizer.param_groups, packed["param_groups"], strict=True):
@@ -52,13 +50,12 @@ def requested(link: ChainLink, *, is_loading: bool) -> dict[str, Any]:
     return {"state": state, BY_PARAMETER: {name: dict(meta) for name, meta in metas.items()}}
 
 
-def load(link: ChainLink, loaded: Mapping[str, Any]) -> None:
+def load(storage: Any, loaded: Mapping[str, Any]) -> None:
     """Pass what was loaded into :func:`requested` to the optimizer; collective.
 
     Raises:
         ConfigurationError: If state is missing.
     """
-    storage: Any = link.storage
     optimizer, state = storage.optimizer, loaded["state"]
     # all groups step together, so the largest count is that of all
     steps = max((int(meta.get(STEP, 0)) for meta in loaded[BY_PARAMETER].values()), default=0)
@@ -99,16 +96,15 @@ type Readers = Mapping[str, tuple[Reader, frozenset[str]]]
 """The optimizer of each parameter by name, with the kinds of its state that may be missing."""
 
 
-def readers_of(link: ChainLink) -> Readers:
+def readers_of(storage: Any) -> Readers:
     """Return the optimizer of each parameter."""
-    storage: Any = link.storage
     return {
         storage._param_name(main): (
             Reader.of(update_rule.name, group),
             update_rule.optional_state,
         )
-        for update_rule in link.update_rules
-        for group, main, _ in update_rule.numbered(link.groups_of(update_rule))
+        for update_rule in storage.update_rules
+        for group, main, _ in update_rule.numbered(storage.groups_of(update_rule))
     }
 
 

@@ -16,7 +16,7 @@ from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.checkpoint.optimizer_state import adopt_common, prepare
 from megatron_eopt.checkpoint.saved_groups import PARAM_NAMES, children_of, inner_of, saved_groups
 from megatron_eopt.checkpoint.state_dicts import StateDictMatch, Target, named
-from megatron_eopt.optimizers.chain_link import ChainLink
+from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.storage.local_tensors import local_of
 
 MAINS = "fp32_from_fp16_params"
@@ -29,23 +29,22 @@ type _Write = Callable[[], None]
 """Loads one optimizer's state, which has been checked."""
 
 
-def save(link: ChainLink, main: str | None, names: Names) -> dict[str, Any]:
+def save(storage: Any, main: str | None, names: Names) -> dict[str, Any]:
     """Return the state of one optimizer of a chain, of tensors and plain Python values only.
 
     For ZeRO-1 fragments it has groups, steps and loss scale only. As in megatron-core, groups do
     not name the main optimizer.
     """
-    storage: Any = link.storage
     if storage.is_stub_optimizer:
         return {}
     # megatron-core keeps fragments out of the common file, and writes them by other methods
     is_whole = not isinstance(storage, DistributedOptimizer)
     if is_whole:
-        prepare([link], is_loading=False)
+        prepare([storage], is_loading=False)
     result: dict[str, Any] = storage.state_dict()
     inner = inner_of(result)
     if is_whole:
-        inner = named(inner, _names_by_group(link, names))
+        inner = named(inner, _names_by_group(storage, names))
         result = {**result, "optimizer": inner} if "optimizer" in result else inner
     for group in inner["param_groups"]:
         if group.get("optimizer") == main:
@@ -56,7 +55,7 @@ def save(link: ChainLink, main: str | None, names: Names) -> dict[str, Any]:
     return result
 
 
-def load(links: Sequence[ChainLink], state: Any, policy: Policy, names: Names) -> None:
+def load(storages: Sequence[Storage], state: Any, policy: Policy, names: Names) -> None:
     """Load what :func:`save` returned for each optimizer of a chain; collective.
 
     Groups keep this run's schedule. State of the kinds that the policy names may be missing.
@@ -65,32 +64,32 @@ def load(links: Sequence[ChainLink], state: Any, policy: Policy, names: Names) -
         ConfigurationError: On all ranks and before any change, if optimizers or groups differ, or
             state is missing or does not fit.
     """
-    for link in links:
-        if isinstance(link.storage.optimizer, DTensorOptimizer):
-            link.storage.optimizer.allocate_for_load()
-        elif not link.storage.is_stub_optimizer:
-            prepare([link], is_loading=True)
+    for storage in storages:
+        if isinstance(storage.optimizer, DTensorOptimizer):
+            storage.optimizer.allocate_for_load()
+        elif not storage.is_stub_optimizer:
+            prepare([storage], is_loading=True)
     # two phases: all ranks check all optimizers, then write, so that an error changes nothing
-    for write in raise_together(lambda: _checked(links, state, policy, names)):
+    for write in raise_together(lambda: _checked(storages, state, policy, names)):
         raise_together(write)
 
 
-def _checked(links: Sequence[ChainLink], state: Any, policy: Policy, names: Names) -> list[_Write]:
-    parts = children_of(state) or [{} for _ in links]
+def _checked(storages: Sequence[Storage], state: Any, policy: Policy, names: Names) -> list[_Write]:
+    parts = children_of(state) or [{} for _ in storages]
     if all(PARAM_NAMES in inner_of(part) for part in parts):
         # a parameter may have had another optimizer of the chain
-        parts = [_joined(parts)] * len(links)
-    if len(parts) != len(links):
+        parts = [_joined(parts)] * len(storages)
+    if len(parts) != len(storages):
         raise ConfigurationError(
             "state_dict",
             f"the state of {len(parts)} optimizers",
-            f"names no parameters, and does not match this rank, which has {len(links)}",
+            f"names no parameters, and does not match this rank, which has {len(storages)}",
             "Resume with the optimizers of the run that wrote it, or from a torch_dist checkpoint",
         )
     return [
-        _load(link, part, policy, names)
-        for link, part in zip(links, parts, strict=True)
-        if not link.storage.is_stub_optimizer
+        _load(storage, part, policy, names)
+        for storage, part in zip(storages, parts, strict=True)
+        if not storage.is_stub_optimizer
     ]
 
 
@@ -111,28 +110,27 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"optimizer": inner, MAINS: mains, **scale}
 
 
-def _names_by_group(link: ChainLink, names: Names) -> list[list[str]]:
+def _names_by_group(storage: Storage, names: Names) -> list[list[str]]:
     """Return the names of each group's parameters."""
-    model_of = {id(item.main): item.param for item in link.storage.main_shards()}
-    groups = link.storage.optimizer.param_groups
+    model_of = {id(item.main): item.param for item in storage.main_shards()}
+    groups = storage.optimizer.param_groups
     return [[names[model_of[id(main)]] for main in group["params"]] for group in groups]
 
 
-def _load(link: ChainLink, part: Mapping[str, Any], policy: Policy, names: Names) -> _Write:
+def _load(storage: Storage, part: Mapping[str, Any], policy: Policy, names: Names) -> _Write:
     """Check one optimizer's state, and return the function that loads it."""
-    storage: Any = link.storage
     optimizer = storage.optimizer
     if isinstance(optimizer, DTensorOptimizer):
         match, loaded = optimizer.checked(inner_of(part), policy)
         write_state: _Write = functools.partial(optimizer.take, loaded)
     else:
-        write_state, match = _of_whole_parameters(link, part, policy, names)
-    mains = _mains(link, part, match, names)
+        write_state, match = _of_whole_parameters(storage, part, policy, names)
+    mains = _mains(storage, part, match, names)
 
     @torch.no_grad()
     def write() -> None:
         # before the state, whose own counts replace the common one
-        adopt_common([link], part, match.members)
+        adopt_common([storage], part, match.members)
         write_state()
         for target, value in mains:
             local_of(target).copy_(local_of(value))
@@ -141,18 +139,17 @@ def _load(link: ChainLink, part: Mapping[str, Any], policy: Policy, names: Names
 
 
 def _of_whole_parameters(
-    link: ChainLink, part: Mapping[str, Any], policy: Policy, names: Names
+    storage: Storage, part: Mapping[str, Any], policy: Policy, names: Names
 ) -> tuple[_Write, StateDictMatch]:
-    storage: Any = link.storage
     optimizer = storage.optimizer
     groups = optimizer.param_groups
-    rule_of = {id(main): update_rule for update_rule, _, main in link.stepped()}
+    rule_of = {id(main): update_rule for update_rule, _, main in storage.stepped()}
     targets = [
         [
             Target.of(param, name, rule_of[id(param)], group, optimizer.state[param])
             for param, name in zip(group["params"], its, strict=True)
         ]
-        for group, its in zip(groups, _names_by_group(link, names), strict=True)
+        for group, its in zip(groups, _names_by_group(storage, names), strict=True)
     ]
     match = StateDictMatch(inner_of(part), groups, targets)
 
@@ -169,7 +166,7 @@ def _of_whole_parameters(
 
 
 def _mains(
-    link: ChainLink, part: Mapping[str, Any], match: StateDictMatch, names: Names
+    storage: Storage, part: Mapping[str, Any], match: StateDictMatch, names: Names
 ) -> list[tuple[Tensor, Tensor]]:
     """Return main weights with what is loaded into them: saved ones, or the model's weights."""
     saved = {
@@ -178,8 +175,8 @@ def _mains(
         for number, value in zip(group["params"], values, strict=False)
     }
     pairs = []
-    for item in link.storage.main_shards():
-        if item.main is item.param or not hasattr(link.storage, "fp32_from_float16_groups"):
+    for item in storage.main_shards():
+        if item.main is item.param or not hasattr(storage, "fp32_from_float16_groups"):
             continue
         # without main weights in the checkpoint, the model's weights, which were loaded before
         value = saved.get(match.number_of(names[item.param]), item.param)

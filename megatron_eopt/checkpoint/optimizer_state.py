@@ -25,7 +25,7 @@ from megatron_eopt.checkpoint.saved_groups import (
     saved_steps,
     steps_of,
 )
-from megatron_eopt.optimizers.chain_link import ChainLink
+from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
 
 REQUESTS = "requests"
@@ -36,7 +36,7 @@ PARAM_STATE = "param_state"
 
 
 def requested(
-    links: Sequence[ChainLink],
+    storages: Sequence[Storage],
     model_state: Mapping[str, Any],
     *,
     is_loading: bool,
@@ -51,34 +51,40 @@ def requested(
     order in which megatron-core saves them by bucket; for other arguments, see
     :class:`~megatron_eopt.checkpoint.requests.StateRequests`.
     """
-    prepare(links, is_loading=is_loading)
+    prepare(storages, is_loading=is_loading)
     # a load takes counts from the checkpoint, a save needs those of all ranks
-    known = {} if is_loading else _known_counts(links)
-    numbered = [(number, rule) for number, link in enumerate(links) for rule in link.update_rules]
+    known = {} if is_loading else _known_counts(storages)
+    numbered = [
+        (number, rule) for number, storage in enumerate(storages) for rule in storage.update_rules
+    ]
     counts = None if is_loading else {rule: known[number, rule.name] for number, rule in numbered}
     if is_loading:
         raise_together(lambda: name_as_in_checkpoint(model_state))
     # only few checkpoints need it
     order = functools.partial(order_of, model_chunks, model_state)
     requests = raise_together(
-        lambda: StateRequests(links, model_state, counts, policy, by_bucket=by_bucket, order=order)
+        lambda: StateRequests(
+            storages, model_state, counts, policy, by_bucket=by_bucket, order=order
+        )
     )
     # needs the other ranks, so it follows the part in which a rank may raise
     requests.unstack_partial()
     # equal on all ranks: groups, step counts by update rule, and loss scale
     states: list[dict[Any, Any]] = []
-    for number, link in enumerate(links):
-        if link.storage.is_stub_optimizer:
+    for number, storage in enumerate(storages):
+        if storage.is_stub_optimizer:
             states.append({})
             continue
         steps = [
-            (counts or {}).get(rule, -1) for rule in link.update_rules for _ in link.groups_of(rule)
+            (counts or {}).get(rule, -1)
+            for rule in storage.update_rules
+            for _ in storage.groups_of(rule)
         ]
-        if not link.update_rules:
+        if not storage.update_rules:
             # other pipeline stages have all parameters of these groups
             count = max((c for (position, _), c in known.items() if position == number), default=-1)
-            steps = [count] * len(link.storage.optimizer.param_groups)
-        states.append(link.storage.common_state(steps, main))
+            steps = [count] * len(storage.optimizer.param_groups)
+        states.append(storage.common_state(steps, main))
     entries = _params_of_groups(requests)
     if not is_loading:
         _name_params(states, entries)
@@ -86,7 +92,7 @@ def requested(
     result[PARAM_STATE] = requests.param_state
     if is_loading:
         for position, number, *names in entries:
-            group = links[position].storage.optimizer.param_groups[number]
+            group = storages[position].optimizer.param_groups[number]
             requests.members.setdefault(identity_of(group), set()).update(names)
         # it returns from ``dist_checkpointing.load`` in the loaded state dict, where ``load`` finds
         # it
@@ -94,9 +100,11 @@ def requested(
     return result
 
 
-def described_buckets(links: Sequence[ChainLink], model_state: Mapping[str, Any]) -> dict[str, Any]:
+def described_buckets(
+    storages: Sequence[Storage], model_state: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return what says where parameters are in buckets, to save it with state by bucket."""
-    spaces = bucket_spaces(links)
+    spaces = bucket_spaces(storages)
     return {str(number): space.described(model_state) for number, space in spaces.items()}
 
 
@@ -128,39 +136,39 @@ def _name_params(
             group[PARAM_NAMES] = list(named.get((position, number), ()))
 
 
-def prepare(links: Sequence[ChainLink], *, is_loading: bool) -> None:
+def prepare(storages: Sequence[Storage], *, is_loading: bool) -> None:
     """Create all state that can be saved or loaded."""
-    for update_rule, work in _groups_and_states(links):
+    for update_rule, work in _groups_and_states(storages):
         (update_rule.allocate_for_load if is_loading else update_rule.init)(*work)
 
 
-def settle(links: Sequence[ChainLink]) -> None:
+def settle(storages: Sequence[Storage]) -> None:
     """Convert loaded state to the form in which it is kept between steps; collective."""
-    for update_rule, work in _groups_and_states(links):
+    for update_rule, work in _groups_and_states(storages):
         update_rule.pack(*work)
 
 
 def _groups_and_states(
-    links: Sequence[ChainLink],
+    storages: Sequence[Storage],
 ) -> Iterator[tuple[UpdateRule, tuple[list[ParamGroup], State]]]:
-    for link in links:
-        for update_rule in link.update_rules:
-            with link.groups_and_state(update_rule) as work:
+    for storage in storages:
+        for update_rule in storage.update_rules:
+            with storage.groups_and_state(update_rule) as work:
                 yield update_rule, work
 
 
-def _known_counts(links: Sequence[ChainLink]) -> dict[tuple[int, str], int]:
+def _known_counts(storages: Sequence[Storage]) -> dict[tuple[int, str], int]:
     """Return the step count of each update rule's state, -1 if it has none; collective.
 
     Keys are a position in the chain and a rule's name, because a rank may lack an update rule.
     """
     mine: dict[tuple[int, str], int] = {}
-    for number, link in enumerate(links):
-        for update_rule in link.update_rules:
-            with link.groups_and_state(update_rule) as (groups, state):
+    for number, storage in enumerate(storages):
+        for update_rule in storage.update_rules:
+            with storage.groups_and_state(update_rule) as (groups, state):
                 steps = [int(found[STEP]) for found in update_rule.counting(groups, state)]
             key = number, update_rule.name
-            # several update rules of a link may have the same name
+            # several update rules of a storage may have the same name
             mine[key] = max([*steps, mine.get(key, -1)])
     known: dict[tuple[int, str], int] = {}
     for counts in gather_objects(mine):
@@ -168,18 +176,18 @@ def _known_counts(links: Sequence[ChainLink]) -> dict[tuple[int, str], int]:
     return known
 
 
-def count_alike(links: Sequence[ChainLink]) -> bool:
+def count_alike(storages: Sequence[Storage]) -> bool:
     """Return whether each optimizer's state has its number of steps as its only count; collective.
 
     The forms of megatron-core's distributed optimizer have no other. Counts differ if a parameter
     was frozen at first, or had another optimizer.
     """
     others = False
-    for link in links:
-        for update_rule in link.update_rules:
-            with link.groups_and_state(update_rule) as (groups, state):
+    for storage in storages:
+        for update_rule in storage.update_rules:
+            with storage.groups_and_state(update_rule) as (groups, state):
                 counts = {int(found[STEP]) for found in update_rule.counting(groups, state)}
-            others |= bool(counts - {link.storage.steps})
+            others |= bool(counts - {storage.steps})
     return not any_rank(others)
 
 
@@ -188,7 +196,7 @@ def check(state: Mapping[Any, Any]) -> None:
     state[REQUESTS].check(state.get(PARAM_STATE, {}))
 
 
-def load(links: Sequence[ChainLink], state: Mapping[Any, Any]) -> None:
+def load(storages: Sequence[Storage], state: Mapping[Any, Any]) -> None:
     """Write what was loaded for :func:`requested` into the optimizers, after :func:`check`.
 
     Groups keep this run's schedule. Main weights that the checkpoint lacks are copied from the
@@ -198,7 +206,7 @@ def load(links: Sequence[ChainLink], state: Mapping[Any, Any]) -> None:
     loaded = state.get(PARAM_STATE, {})
     # groups and loss scale that are stored with buckets are treated as other optimizers' state
     beside = list(loaded.get("buckets", {}).values()) or state[REQUESTS].common
-    adopt_common(links, [*children_of(state), *beside], state[REQUESTS].members)
+    adopt_common(storages, [*children_of(state), *beside], state[REQUESTS].members)
     # after the common counts, which those of single parameters replace
     state[REQUESTS].take(loaded)
 
@@ -218,15 +226,15 @@ def check_groups(state: Any, *, is_enough: bool) -> None:
         raise ConfigurationError("state_dict", "groups, or whole parameters", rule, hint)
 
 
-def load_groups(links: Sequence[ChainLink], state: Any) -> None:
+def load_groups(storages: Sequence[Storage], state: Any) -> None:
     """Load what :func:`check_groups` has checked; collective."""
     # step counts can only be set once they exist
-    prepare(links, is_loading=True)
-    adopt_common(links, state)
+    prepare(storages, is_loading=True)
+    adopt_common(storages, state)
 
 
 def adopt_common(
-    links: Sequence[ChainLink], state: Any, members: Members = MappingProxyType({})
+    storages: Sequence[Storage], state: Any, members: Members = MappingProxyType({})
 ) -> None:
     """Load groups, step counts and loss scale, also from another chain of optimizers.
 
@@ -235,15 +243,15 @@ def adopt_common(
     """
     saved, steps = saved_groups(state), saved_steps(state)
     scalers = [child["grad_scaler"] for child in children_of(state) if child.get("grad_scaler")]
-    for link in links:
-        if link.storage.is_stub_optimizer:
+    for storage in storages:
+        if storage.is_stub_optimizer:
             continue
-        for group in link.storage.optimizer.param_groups:
+        for group in storage.optimizer.param_groups:
             adopt(group, saved, members)
-        link.storage.loaded_groups = saved
-        link.storage.steps = steps
-        if link.storage.grad_scaler and scalers:
-            link.storage.grad_scaler.load_state_dict(scalers[0])
-        for update_rule in link.update_rules:
-            with link.groups_and_state(update_rule) as (groups, values):
+        storage.loaded_groups = saved
+        storage.steps = steps
+        if storage.grad_scaler and scalers:
+            storage.grad_scaler.load_state_dict(scalers[0])
+        for update_rule in storage.update_rules:
+            with storage.groups_and_state(update_rule) as (groups, values):
                 update_rule.set_steps(groups, values, steps_of(groups, saved, steps, members))

@@ -27,17 +27,17 @@ from megatron_eopt.checkpoint.optimizer_state import (
     settle,
 )
 from megatron_eopt.checkpoint.saved_groups import saved_groups
-from megatron_eopt.optimizers.chain_link import ChainLink
+from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.routing.plain_names import bare
 
 
-def save_rank_file(filename: str, links: Sequence[ChainLink], names: Mapping[Tensor, str]) -> None:
+def save_rank_file(filename: str, storages: Sequence[Storage], names: Mapping[Tensor, str]) -> None:
     """Write this rank's state; collective over the world.
 
     If ranks pass the same file name, each adds its rank to the name.
     """
     path = own_path(filename)
-    state = requested(links, _model_of(names), is_loading=False, policy=Policy())
+    state = requested(storages, _model_of(names), is_loading=False, policy=Policy())
     pieces = [
         piece
         for by_number in state.pop(PARAM_STATE)["values"].values()
@@ -64,7 +64,7 @@ def save_rank_file(filename: str, links: Sequence[ChainLink], names: Mapping[Ten
 
 
 def load_rank_file(
-    filename: str, links: Sequence[ChainLink], names: Mapping[Tensor, str], policy: Policy
+    filename: str, storages: Sequence[Storage], names: Mapping[Tensor, str], policy: Policy
 ) -> None:
     """Load this rank's file of :func:`save_rank_file`; collective over the world.
 
@@ -73,7 +73,7 @@ def load_rank_file(
             lacks state that the policy does not name.
     """
     path = own_path(filename)
-    state = requested(links, _model_of(names), is_loading=True, policy=policy)
+    state = requested(storages, _model_of(names), is_loading=True, policy=policy)
     # no ``dist_checkpointing.load`` unwraps it here
     requests = state[REQUESTS] = state[REQUESTS].obj
     common, shapes, pieces = raise_together(lambda: _content(path))
@@ -83,8 +83,8 @@ def load_rank_file(
     )
     log_notes(gather_unique(notes))
     loaded = {**common, REQUESTS: requests, PARAM_STATE: {"values": values}}
-    raise_together(lambda: load(links, loaded))
-    settle(links)
+    raise_together(lambda: load(storages, loaded))
+    settle(storages)
 
 
 def _content(path: Path) -> tuple[dict[str, Any], Shapes, dict[str, Any]]:

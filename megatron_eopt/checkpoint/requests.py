@@ -30,7 +30,7 @@ from megatron_eopt.checkpoint.migration import LoadPlan
 from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace, parameter_spaces
 from megatron_eopt.checkpoint.saved_groups import Groups, SavedGroups, optimizer_of
 from megatron_eopt.checkpoint.sources import Source
-from megatron_eopt.optimizers.chain_link import ChainLink
+from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.update_rule import OF_GROUPS, UpdateRule, set_step
 
 
@@ -38,7 +38,7 @@ class StateRequests:
     """The ``param_state`` part of a sharded state dict: the state of all parameters.
 
     Args:
-        links: The optimizers of the chain.
+        storages: The optimizers of the chain.
         model_state: The model's ``sharded_state_dict``, with the parameters themselves as data.
         counts: For saving, the step count of each update rule's state; None for loading.
         policy: What may differ from the checkpoint, according to the configuration.
@@ -51,7 +51,7 @@ class StateRequests:
 
     def __init__(
         self,
-        links: Sequence[ChainLink],
+        storages: Sequence[Storage],
         model_state: Mapping[str, Any],
         counts: Mapping[UpdateRule, int] | None,
         policy: Policy,
@@ -62,10 +62,10 @@ class StateRequests:
         self.policy = policy
         self.order = order
         self._counts = counts
-        groups = (g for s in links if s.update_rules for g in s.storage.optimizer.param_groups)
+        groups = (g for s in storages if s.update_rules for g in s.optimizer.param_groups)
         self._optimizers = {name for group in groups if (name := optimizer_of(group))}
-        self._has_stepped = any(link.storage.steps > 0 for link in links)
-        self._buckets = bucket_spaces(links)
+        self._has_stepped = any(storage.steps > 0 for storage in storages)
+        self._buckets = bucket_spaces(storages)
         # keys that identify the parameters in them
         self.bucket_names = [space.params_key for space in self._buckets.values()]
         # of each parameter that this rank stores, by index of the optimizer in the chain and of
@@ -77,8 +77,8 @@ class StateRequests:
         # checkpoint goes by the keys of the pieces
         self._values = [
             value
-            for number, link in enumerate(links)
-            for value in self._values_of(number, link, model_state)
+            for number, storage in enumerate(storages)
+            for value in self._values_of(number, storage, model_state)
         ]
         # a load that :meth:`adapt` does not match asks for what this run would save
         contents = self._as_by_bucket(model_state) if by_bucket else None
@@ -226,7 +226,7 @@ class StateRequests:
         return Contents(shapes, boxes=boxes)
 
     def _values_of(
-        self, position: int, link: ChainLink, model_state: Mapping[str, Any]
+        self, position: int, storage: Storage, model_state: Mapping[str, Any]
     ) -> Iterator[saved_state.StateValue]:
         """Yield all state values on this rank of the optimizer at a position of the chain.
 
@@ -234,16 +234,17 @@ class StateRequests:
         parameter's step count. Then all other state, such as that of whole matrices on their
         owners, with its counts.
         """
-        storage = link.storage
-        all_groups = storage.optimizer.param_groups if link.update_rules else ()
+        all_groups = storage.optimizer.param_groups if storage.update_rules else ()
         number_of = {p: n for n, group in enumerate(all_groups) for p in group["params"]}
         stored = list(storage.main_shards())
-        stepped = {id(main): (update_rule, number) for update_rule, number, main in link.stepped()}
+        stepped = {
+            id(main): (update_rule, number) for update_rule, number, main in storage.stepped()
+        }
         states = {
             (update_rule, number): storage.optimizer.state[main]
-            for update_rule, number, main in link.stepped()
+            for update_rule, number, main in storage.stepped()
         }
-        unsharded = list(saved_state.unsharded_state_of(link))
+        unsharded = list(saved_state.unsharded_state_of(storage))
         # a rank may own a matrix of which it stores no part
         params = dict.fromkeys(
             [item.param for item in stored] + [param for _, param, _ in unsharded]
@@ -251,7 +252,7 @@ class StateRequests:
         spaces = parameter_spaces(model_state, params)
         for item in stored:
             update_rule, number = stepped[id(item.main)]
-            tensors = saved_state.sharded_like_weights(link, item, update_rule, number)
+            tensors = saved_state.sharded_like_weights(storage, item, update_rule, number)
             space = spaces[item.param]
             in_group = number_of[item.main]
             self.spaces_of.setdefault((position, in_group), []).append(space)
@@ -281,7 +282,7 @@ class StateRequests:
                 state = None
             replica = storage.replica_of_matrix(param, spaces[param].sharded.replica_id)
             count = len(update_rule.shards[its.shard].layouts) if update_rule.shards else 1
-            group = link.groups_of(update_rule)[update_rule.group_of[its.shard]]
+            group = storage.groups_of(update_rule)[update_rule.group_of[its.shard]]
             reader = Reader.of(update_rule.name, group)
             if its.per_element and (update_rule, its.shard) not in parts_of:
                 found = self._matrices_of(spaces[param], param, update_rule, its.shard)
@@ -332,13 +333,13 @@ class StateRequests:
             yield saved_state.StateValue(where, STEP, (count,))
 
 
-def bucket_spaces(links: Sequence[ChainLink]) -> dict[int, BucketSpace]:
+def bucket_spaces(storages: Sequence[Storage]) -> dict[int, BucketSpace]:
     """Return the bucket spaces of a chain's optimizers with ZeRO-1 fragments, by their index."""
     spaces = {}
-    for number, link in enumerate(links):
-        if link.storage.in_buffers and not link.storage.is_stub_optimizer:
+    for number, storage in enumerate(storages):
+        if storage.in_buffers and not storage.is_stub_optimizer:
             chained = f"chained_{number}."
             # the writer may have had another number of optimizers, and one alone has no prefix
-            likely = (chained, "") if len(links) > 1 else ("", chained)
-            spaces[number] = BucketSpace(link.storage, likely[: 2 if number == 0 else 1])
+            likely = (chained, "") if len(storages) > 1 else ("", chained)
+            spaces[number] = BucketSpace(storage, likely[: 2 if number == 0 else 1])
     return spaces

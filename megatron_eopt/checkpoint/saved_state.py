@@ -28,7 +28,7 @@ from megatron_eopt.checkpoint.keys import (
     state_key,
 )
 from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace
-from megatron_eopt.optimizers.chain_link import ChainLink
+from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.update_rule import UnshardedState, UpdateRule
 from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.local_tensors import local_of
@@ -195,11 +195,11 @@ def unsharded_value(kept: UnshardedState, where: ParameterLocation, count: int) 
 
 
 def sharded_like_weights(
-    link: ChainLink, item: MainShard, update_rule: UpdateRule, number: int
+    storage: Storage, item: MainShard, update_rule: UpdateRule, number: int
 ) -> dict[str, Tensor]:
     """Return main weights and state that are sharded like the parameter, by kind."""
     # momentum of 8 or 16 bits is saved in the form of float32 momentum
-    tensors = update_rule.saved_form(number, link.storage.tensors_of(item))
+    tensors = update_rule.saved_form(number, storage.tensors_of(item))
     return {
         kind: value
         for kind, value in tensors.items()
@@ -207,9 +207,9 @@ def sharded_like_weights(
     }
 
 
-def unsharded_state_of(link: ChainLink) -> Iterator[tuple[UpdateRule, Tensor, UnshardedState]]:
+def unsharded_state_of(storage: Storage) -> Iterator[tuple[UpdateRule, Tensor, UnshardedState]]:
     """Yield state that is not sharded like its parameter, with its update rule and parameter."""
-    for update_rule, params in zip(link.update_rules, link.params, strict=True):
-        with link.groups_and_state(update_rule) as (groups, state):
+    for update_rule, params in zip(storage.update_rules, storage.params, strict=True):
+        with storage.groups_and_state(update_rule) as (groups, state):
             for item in update_rule.unsharded_state(groups, state):
                 yield update_rule, params[item.shard], item

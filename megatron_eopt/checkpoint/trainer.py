@@ -133,7 +133,7 @@ def _checked_load(
 def _asking_for_buckets(optimizer: Any) -> Iterator[None]:
     """In a block, ask for state by bucket at any layout, which :func:`match` reads or refuses."""
     forms = DistributedOptimizer.checkpoint_fully_reshardable_formats
-    own = {BY_BUCKET} if getattr(optimizer, "links", ()) else set()
+    own = {BY_BUCKET} if getattr(optimizer, "storages", ()) else set()
     DistributedOptimizer.checkpoint_fully_reshardable_formats = forms | own
     try:
         yield
@@ -390,10 +390,10 @@ def _match_fsdp_dtensor(args: Any, state: Mapping[str, Any]) -> None:
     exists = Path(folder, METADATA).exists
     catalogue = from_rank_0(lambda: read_catalogue(Path(folder)) if exists() else None)
     optimizer = _optimizer.get()
-    links = getattr(optimizer, "links", ())
-    if catalogue is None or not links:
+    storages = getattr(optimizer, "storages", ())
+    if catalogue is None or not storages:
         return
-    readers, has_stepped = fsdp_dtensor.readers_of(links[0]), links[0].storage.steps > 0
+    readers, has_stepped = fsdp_dtensor.readers_of(storages[0]), storages[0].steps > 0
     notes = raise_together(
         lambda: fsdp_dtensor.match(
             state, readers, catalogue, optimizer.policy, has_stepped=has_stepped
@@ -401,7 +401,7 @@ def _match_fsdp_dtensor(args: Any, state: Mapping[str, Any]) -> None:
     )
     log_notes(gather_unique(notes))
     groups = [{**settings, "params": [name]} for name, settings in catalogue.settings.items()]
-    links[0].storage.loaded_groups = groups
+    storages[0].loaded_groups = groups
 
 
 @around

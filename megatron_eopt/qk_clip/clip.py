@@ -128,8 +128,8 @@ def _scale(chains: Sequence[Any], factors: dict[Tensor, Tensor]) -> None:
     stored = {
         item.param: item
         for chain in chains
-        for link in chain.links
-        for item in link.storage.main_shards()
+        for storage in chain.chained_optimizers
+        for item in storage.main_shards()
     }
     for weight, rows in factors.items():
         _scale_one(weight, rows, stored.get(weight))

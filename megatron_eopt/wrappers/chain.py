@@ -36,14 +36,14 @@ from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
 from megatron_eopt.checkpoint.saved_groups import check_state_dict
 from megatron_eopt.config.settings import RunSettings, Settings
 from megatron_eopt.math import passes
-from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
 from megatron_eopt.optimizers.spot_checks import SpotChecks
+from megatron_eopt.optimizers.storage import Storage, named_gradients
 from megatron_eopt.optimizers.update_rule import check_may_step, refuse_copy
 from megatron_eopt.qk_clip import remember
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.global_names import names_in
-from megatron_eopt.storage.interface import finish_gathers, gather_buckets, named_gradients
+from megatron_eopt.storage.interface import finish_gathers, gather_buckets
 from megatron_eopt.wrappers.gradients import GradNorm, clipped, folds_clipping, non_finite, unscale_
 from megatron_eopt.wrappers.graphs import CapturedSteps
 from megatron_eopt.wrappers.memory import Memory, memory_of
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 class OptimizerChain(ChainedOptimizer):
     """megatron-core's chain, with one loss scale and one gradient norm for all its optimizers.
 
-    ``links`` step and are saved in order. ``model_chunks`` names parameters in messages.
+    ``storages`` step and are saved in order. ``model_chunks`` names parameters in messages.
     """
 
     # loading a checkpoint does not change learning rates, and the trainer must not do so either
@@ -66,22 +66,19 @@ class OptimizerChain(ChainedOptimizer):
 
     def __init__(
         self,
-        links: Sequence[ChainLink],
+        storages: Sequence[Storage],
         settings: RunSettings,
         scaler: Any,
         model_chunks: Sequence[Any],
     ) -> None:
-        storages = [link.storage for link in links]
-        # megatron-core's chain gets the storages, which are its own wrappers of torch optimizers;
-        # the links add the update rules, which it does not know
-        super().__init__(storages)
-        self.links = list(links)
+        # its own wrappers of torch optimizers, which also know the update rules
+        super().__init__(list(storages))
         self.settings = settings
         self.config = settings.original  # callers may change what steps read
         self.policy = Policy.of(settings)
         # name of the main optimizer, if a configuration gives it
         self._main = settings.optimizer if isinstance(settings, Settings) else None
-        # one for all links: megatron-core makes one for each optimizer
+        # one for all storages: megatron-core makes one for each optimizer
         # (``_get_megatron_optimizer_based_on_param_groups``), and then only some of them notice an
         # overflow
         self._scaler = scaler
@@ -91,7 +88,7 @@ class OptimizerChain(ChainedOptimizer):
         self._transient: int | None = None
         # whether to measure the next steps; callers may set it, to the same value on all ranks
         self.collects_stats = settings.config.log_optimizer_stats
-        self._stats = Stats(self.links)
+        self._stats = Stats(storages)
         self.skipped_steps = 0
         self.is_sharded = any(item.in_buffers for item in storages)
         self.number, self.superseded = -1, False  # see megatron_eopt.wrappers.factory
@@ -99,13 +96,15 @@ class OptimizerChain(ChainedOptimizer):
         self.reads_norms_late = passes.KERNELS.runs(torch.empty(0, device="cuda"))
         self._overlap: Overlap | None = None
         if settings.config.muon_overlap_dp_comm:
-            self._overlap = Overlap(self.links, self._named_chunks, self._expects_no_clipping)
+            self._overlap = Overlap(
+                self.chained_optimizers, self._named_chunks, self._expects_no_clipping
+            )
         self.spot_checks = SpotChecks.of(
             settings,
             (
-                (rule, partial(link.groups_and_state, rule), link.replicas)
-                for link in links
-                for rule in link.update_rules
+                (rule, partial(storage.groups_and_state, rule), storage.replicas)
+                for storage in storages
+                for rule in storage.update_rules
             ),
         )
         # whether ranks have copies of gradients, in one of which faulty hardware may flip a bit
@@ -139,8 +138,8 @@ class OptimizerChain(ChainedOptimizer):
         """
         if self._found_inf is not None:
             return self._found_inf
-        for link in self.links:
-            link.storage.collect_gradients()
+        for storage in self.chained_optimizers:
+            storage.collect_gradients()
         if self._scaler is None:
             return False
         found_inf = False
@@ -158,7 +157,7 @@ class OptimizerChain(ChainedOptimizer):
 
     def memory(self) -> Memory:
         """Return this rank's memory in bytes, by use."""
-        return memory_of(self.links, self._named_chunks, self._transient)
+        return memory_of(self.chained_optimizers, self._named_chunks, self._transient)
 
     def stats(self) -> dict[str, float]:
         """Return the statistics of the last measured step by name; collective."""
@@ -167,8 +166,8 @@ class OptimizerChain(ChainedOptimizer):
     @property
     def loaded_groups(self) -> list[Mapping[str, Any]]:
         """Parameter groups of the last checkpoint that was loaded."""
-        storages = [link.storage for link in self.links]
-        return next((list(s.loaded_groups) for s in storages if s.loaded_groups), [])
+        members = self.chained_optimizers
+        return next((list(its.loaded_groups) for its in members if its.loaded_groups), [])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -195,7 +194,7 @@ class OptimizerChain(ChainedOptimizer):
             if not self.settings.config.log_optimizer_memory or self._transient is not None:
                 return self._prepared_step()
             # the first step also allocates what remains, so a later one is measured
-            exists = any(link.storage.steps for link in self.links)
+            exists = any(storage.steps for storage in self.chained_optimizers)
             with LiveBytes() as seen:
                 result = self._prepared_step()
         if exists:
@@ -222,7 +221,7 @@ class OptimizerChain(ChainedOptimizer):
                 self._overlap.forget()
         # with a norm for each of several groups, the factor differs by parameter, and cannot be
         # folded
-        with clipped(self.links, self.settings.clip_grad, norms, fold=len(norms) == 1):
+        with clipped(self.chained_optimizers, self.settings.clip_grad, norms, fold=len(norms) == 1):
             # after clipping, as in megatron-core
             zeros = self.count_zeros() if self.settings.log_num_zeros_in_grad else None
             if not late and self.is_above_skip_threshold(found):
@@ -250,7 +249,7 @@ class OptimizerChain(ChainedOptimizer):
 
     @property
     def _steps_done(self) -> int:
-        return max((link.storage.steps for link in self.links), default=0)
+        return max((storage.steps for storage in self.chained_optimizers), default=0)
 
     def read_late(self) -> None:
         """Read the norms of the last step, which changed nothing if one is not finite."""
@@ -269,13 +268,17 @@ class OptimizerChain(ChainedOptimizer):
             raise
 
     def _uncount_step(self) -> None:
-        for link in self.links:
-            link.storage.steps -= 1
+        for storage in self.chained_optimizers:
+            storage.steps -= 1
 
     def _may_read_late(self, norms: Mapping[str | None, GradNorm]) -> bool:
         """Return whether a step can run before the host knows its norms."""
         reads = len(norms) > 1 or math.isfinite(self.settings.grad_norm_skip_threshold)
-        return self.reads_norms_late and not reads and all(map(folds_clipping, self.links))
+        return (
+            self.reads_norms_late
+            and not reads
+            and all(map(folds_clipping, self.chained_optimizers))
+        )
 
     def _expects_no_clipping(self, margin: float) -> bool:
         """Return whether gradients will probably not be clipped; the same on all ranks."""
@@ -312,8 +315,8 @@ class OptimizerChain(ChainedOptimizer):
         """Gather stepped weights to all ranks, ``now`` even if hooks would do so; collective."""
         for chunk in self.model_chunks:
             gather_buckets(chunk, now=now)
-        for link in self.links:
-            link.storage.gather_params(now=now)
+        for storage in self.chained_optimizers:
+            storage.gather_params(now=now)
 
     @torch.no_grad()
     def quantize_and_sync_model_params_from_main_params(self) -> None:
@@ -350,7 +353,7 @@ class OptimizerChain(ChainedOptimizer):
         self.read_late()
         norms = self.norms()
         found = self._read(norms)
-        with clipped(self.links, clip_grad, norms, fold=False):
+        with clipped(self.chained_optimizers, clip_grad, norms, fold=False):
             pass
         return found
 
@@ -390,7 +393,9 @@ class OptimizerChain(ChainedOptimizer):
     def state_dict(self) -> Any:
         """Return this rank's state; only ``sharded_state_dict`` has state of ZeRO-1 fragments."""
         names = names_in(self._named_chunks)
-        states = [local_state.save(link, self._main, names) for link in self.links]
+        states = [
+            local_state.save(storage, self._main, names) for storage in self.chained_optimizers
+        ]
         return states[0] if len(states) == 1 else states
 
     def sharded_state_dict(
@@ -409,8 +414,8 @@ class OptimizerChain(ChainedOptimizer):
         form = kwargs.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
         by_bucket = form == BY_BUCKET and self._is_unmixed
         if by_bucket and not is_loading:
-            optimizer_state.prepare(self.links, is_loading=is_loading)
-            by_bucket = optimizer_state.count_alike(self.links)
+            optimizer_state.prepare(self.chained_optimizers, is_loading=is_loading)
+            by_bucket = optimizer_state.count_alike(self.chained_optimizers)
         if by_bucket and not is_loading:
             # megatron-core writes this form itself; ``checkpoint/requests.py`` only reads it
             state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
@@ -421,13 +426,13 @@ class OptimizerChain(ChainedOptimizer):
                         if group["optimizer"] == self._main:
                             del group["optimizer"]
             state[BUFFER_PARAMS] = optimizer_state.described_buckets(
-                self.links, model_sharded_state_dict
+                self.chained_optimizers, model_sharded_state_dict
             )
             return state
         if self.is_stub_optimizer:
             return {}
         return optimizer_state.requested(
-            self.links,
+            self.chained_optimizers,
             model_sharded_state_dict,
             is_loading=is_loading,
             main=self._main,
@@ -450,7 +455,7 @@ class OptimizerChain(ChainedOptimizer):
             self._overlap.forget()
         finish_gathers(self.model_chunks)
         self._take_over(state_dict)
-        optimizer_state.settle(self.links)
+        optimizer_state.settle(self.chained_optimizers)
         # main weights decide: without copies, each rank has loaded its part of the model's weights
         # only, and megatron-core's own state of rematerialized gate and up fits one size of group
         if self.is_sharded or self.settings.half is not None:
@@ -461,16 +466,18 @@ class OptimizerChain(ChainedOptimizer):
         raise_together(lambda: check_state_dict(state))
         if optimizer_state.REQUESTS in state:
             raise_together(lambda: optimizer_state.check(state))
-            raise_together(lambda: optimizer_state.load(self.links, state))
+            raise_together(lambda: optimizer_state.load(self.chained_optimizers, state))
         elif self.is_sharded:
             raise_together(lambda: optimizer_state.check_groups(state, is_enough=self._is_unmixed))
-            raise_together(lambda: optimizer_state.load_groups(self.links, state))
+            raise_together(lambda: optimizer_state.load_groups(self.chained_optimizers, state))
         else:
-            local_state.load(self.links, state, self.policy, names_in(self._named_chunks))
+            local_state.load(
+                self.chained_optimizers, state, self.policy, names_in(self._named_chunks)
+            )
 
     def save_state_dict_to_file(self, filename: str) -> None:
         """Write this rank's state to a file, for checkpoints of format ``torch``."""
-        save_rank_file(filename, self.links, names_in(self._named_chunks))
+        save_rank_file(filename, self.chained_optimizers, names_in(self._named_chunks))
 
     def load_state_dict_from_file(self, filename: str) -> None:
         """Load a file of :meth:`save_state_dict_to_file`, written at the same parallel layout.
@@ -478,7 +485,7 @@ class OptimizerChain(ChainedOptimizer):
         Raises:
             ConfigurationError: On every rank, if a file is missing, broken or of another layout.
         """
-        load_rank_file(filename, self.links, names_in(self._named_chunks), self.policy)
+        load_rank_file(filename, self.chained_optimizers, names_in(self._named_chunks), self.policy)
 
     def save_parameter_state(self, filename: str) -> None:
         """Write Adam's sharded state in the format of megatron-core's distributed optimizer.
@@ -488,8 +495,8 @@ class OptimizerChain(ChainedOptimizer):
                 parameters have different step counts, for which the format has no place.
         """
         self._refuse_but_fragments_of_adam("save_parameter_state")
-        optimizer_state.prepare(self.links, is_loading=False)
-        if not optimizer_state.count_alike(self.links):
+        optimizer_state.prepare(self.chained_optimizers, is_loading=False)
+        if not optimizer_state.count_alike(self.chained_optimizers):
             rule = "stores one step count, but some parameters have done fewer steps than others"
             hint = "Use sharded_state_dict (--ckpt-format torch_dist) or save_state_dict_to_file"
             raise ConfigurationError("save_parameter_state", filename, rule, hint)
@@ -505,9 +512,9 @@ class OptimizerChain(ChainedOptimizer):
         self._refuse_but_fragments_of_adam("load_parameter_state")
         if not update_legacy_format:
             raise_together(lambda: self._check_buffers(filename))
-        optimizer_state.prepare(self.links, is_loading=True)
+        optimizer_state.prepare(self.chained_optimizers, is_loading=True)
         super().load_parameter_state(filename, update_legacy_format=update_legacy_format)
-        optimizer_state.settle(self.links)
+        optimizer_state.settle(self.chained_optimizers)
 
     def _check_buffers(self, filename: str) -> None:
         """Raise a ConfigurationError if a file has the state of other parameters."""
@@ -546,8 +553,8 @@ class OptimizerChain(ChainedOptimizer):
             self._overlap.forget()
         if self._graphs is not None:
             # a trainer that has cleared gradients since has left them in DDP's buffers
-            for link in self.links:
-                link.storage.collect_gradients()
+            for storage in self.chained_optimizers:
+                storage.collect_gradients()
         found = non_finite(self.chained_optimizers, names_in(self._named_chunks), norms)
         # all gradients can be finite while the sum of their squares overflows float32
         raise NonFiniteError("gradients" if found else "norm", sorted(found) or ["all gradients"])

@@ -37,15 +37,15 @@ from megatron_eopt.config.settings import Settings, resolve
 from megatron_eopt.config.values import read_config
 from megatron_eopt.layouts import Layout, dtensor_layout
 from megatron_eopt.matrices import Split, whole
-from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.element_wise import ElementWiseRule
 from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.modes import plan_work
+from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.routing.splits import tensor_parallel_cut
-from megatron_eopt.storage.interface import MainShard, Storage
+from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.local_tensors import is_in_a_bucket, local_of
 from megatron_eopt.storage.shard import (
     Fragment,
@@ -454,8 +454,8 @@ def chain_over(
     inner = storage.optimizer
     off_load(inner, context.settings, storage.main_shards())
     params = [inner.params_of(update_rule) for update_rule in inner.update_rules]
-    link = ChainLink(storage, inner.update_rules, params)
-    return cls([link], context.settings, scaler, context.model_chunks)
+    storage.serve(inner.update_rules, params)
+    return cls([storage], context.settings, scaler, context.model_chunks)
 
 
 def state_exists(*_: Any) -> None:

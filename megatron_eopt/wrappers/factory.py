@@ -47,7 +47,7 @@ from megatron_eopt.wrappers.megatron_fsdp_v2 import build_units
 from megatron_eopt.wrappers.replicated import build_replicated
 from megatron_eopt.wrappers.specs import OptimizerSpec, optimizer_specs
 from megatron_eopt.wrappers.zero1.buffers import buffer_sets, check_model_chunks, has_frozen
-from megatron_eopt.wrappers.zero1.links import Sharding, unmixed_links
+from megatron_eopt.wrappers.zero1.build import Sharding, unmixed_storages
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
         # a spec without groups is there if no rank trains anything
         specs = [spec for spec in specs if spec.groups]
         return LayerWiseDistributedOptimizer.of_specs(specs, sharding, collection)
-    return OptimizerChain(unmixed_links(sharding, specs), settings, scaler, model_chunks)
+    return OptimizerChain(unmixed_storages(sharding, specs), settings, scaler, model_chunks)
 
 
 # the last one is tried first, so ``build_replicated`` serves what no other storage takes

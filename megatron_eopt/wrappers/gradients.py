@@ -21,8 +21,7 @@ from megatron_eopt.base.gpu import HostCopy
 from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.config.settings import LossScale
 from megatron_eopt.math import passes
-from megatron_eopt.optimizers.chain_link import ChainLink
-from megatron_eopt.storage.interface import named_gradients
+from megatron_eopt.optimizers.storage import Storage, named_gradients, rules_of
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.storage.shard import global_name
 
@@ -173,16 +172,16 @@ def non_finite(
     return found
 
 
-def folds_clipping(link: ChainLink) -> bool:
-    """Return whether all update rules of a link fold clipping into their own pass."""
-    update_rules = link.update_rules
+def folds_clipping(storage: Storage) -> bool:
+    """Return whether all update rules of a storage fold clipping into their own pass."""
+    update_rules = storage.update_rules
     is_done = bool(update_rules) and all(update_rule.folds_clipping for update_rule in update_rules)
-    return link.storage.is_stub_optimizer or is_done
+    return storage.is_stub_optimizer or is_done
 
 
 @contextmanager
 def clipped(
-    links: Sequence[ChainLink],
+    storages: Sequence[Storage],
     most: float | Tensor,
     norms: Mapping[str | None, GradNorm],
     *,
@@ -191,14 +190,14 @@ def clipped(
     """In a block, clip gradients to a norm of ``most``.
 
     Args:
-        links: The optimizers of the chain.
+        storages: The optimizers of the chain.
         most: Largest norm; 0 turns clipping off. If a tensor (inf turns clipping off), all update
             rules must fold clipping, and the host does not wait.
         norms: The norm of each special group by its name, and of all other gradients by None.
         fold: Whether update rules that support it clip while they read gradients.
     """
     factors = {name: norm.factor(most) for name, norm in norms.items()}
-    for update_rule in (update_rule for link in links for update_rule in link.update_rules):
+    for update_rule in rules_of(storages):
         update_rule.coefficient = None
         if fold and update_rule.folds_clipping:
             # `factor(0)` is 1, or NaN if the norm is not finite, so that the rule writes nothing
@@ -208,7 +207,7 @@ def clipped(
     name_of = require_upstream("GRAD_NORM_GROUP_ATTR")
     unfolded = not isinstance(most, Tensor) and most > 0
     by_norm: dict[str | None, list[Tensor]] = {}
-    for param in (param for link in links for param in _scaled(link)) if unfolded else ():
+    for param in (param for storage in storages for param in _scaled(storage)) if unfolded else ():
         if param.grad is not None:
             name = getattr(param, name_of, None)
             by_norm.setdefault(name, []).append(local_of(param.grad).detach())
@@ -219,7 +218,7 @@ def clipped(
     try:
         yield
     finally:
-        for update_rule in (update_rule for link in links for update_rule in link.update_rules):
+        for update_rule in rules_of(storages):
             update_rule.coefficient = None
 
 
@@ -228,10 +227,10 @@ def _counts(factor: Tensor) -> bool:
     return passes.KERNELS.runs(factor) or float(factor) != 1.0
 
 
-def _scaled(link: ChainLink) -> Iterator[Tensor]:
+def _scaled(storage: Storage) -> Iterator[Tensor]:
     # without update rules, megatron-core's own optimizer steps the stored tensors
-    if not link.update_rules:
-        yield from (item.main for item in link.storage.main_shards())
-    for update_rule, _, main in link.stepped():
+    if not storage.update_rules:
+        yield from (item.main for item in storage.main_shards())
+    for update_rule, _, main in storage.stepped():
         if update_rule.is_clipped and update_rule.coefficient is None:
             yield main

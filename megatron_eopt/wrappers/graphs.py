@@ -49,16 +49,16 @@ class CapturedSteps:
         self._captured: Any = None  # what the graph relies on, once there is one
         # the optimizers' state that it reads and writes, and main weight and kind of each tensor
         self._state: list[tuple[Any, Tensor, str, Tensor]] = []
-        for link in chain.links:
-            if not link.storage.is_stub_optimizer and not link.update_rules:
-                raise _refusal(f"{_CAPTURED} {type(link.storage.optimizer).__name__}")
-            for update_rule in link.update_rules:
-                if not update_rule.can_be_captured(link.groups_of(update_rule)):
+        for storage in chain.chained_optimizers:
+            if not storage.is_stub_optimizer and not storage.update_rules:
+                raise _refusal(f"{_CAPTURED} {type(storage.optimizer).__name__}")
+            for update_rule in storage.update_rules:
+                if not update_rule.can_be_captured(storage.groups_of(update_rule)):
                     raise _refusal(f"{_CAPTURED} {update_rule.name}")
                 update_rule.read_live(self._live)
-            if getattr(link.storage, "is_quantized", False):
+            if getattr(storage, "is_quantized", False):
                 raise _refusal("needs fp8_param_gather=False and fp4_param_gather=False")
-            if any(getattr(item.param, "main_grad", None) is None for item in _stored(link)):
+            if any(getattr(item.param, "main_grad", None) is None for item in _stored(storage)):
                 raise _refusal("needs gradients in the buffers of Megatron's DDP")
 
     def step(self) -> ResultT:
@@ -95,8 +95,8 @@ class CapturedSteps:
         finally:
             self._is_inside = False
         if self._counts() == done:
-            for link in self._chain.links:
-                link.storage.steps += 1
+            for storage in self._chain.chained_optimizers:
+                storage.steps += 1
         assert self._norm is not None
         self._norm.send()
         self._chain.keep_unread({None: self._norm})
@@ -135,11 +135,13 @@ class CapturedSteps:
         self._norm = norms[None]
         device = self._norm.value.device
         limit = self._live.of("clip", chain.settings, device, _limit).view(())
-        with clipped(chain.links, limit, norms, fold=True):
+        with clipped(chain.chained_optimizers, limit, norms, fold=True):
             done = chain.step_with_ready_grads()
         if is_capturing:
             self._captured = self._relied_on()
-            self._state = [found for link in chain.links for found in _state_of(link)]
+            self._state = [
+                found for storage in chain.chained_optimizers for found in _state_of(storage)
+            ]
         else:
             gpu.staging.reserve()
         return done, self._norm.value, None
@@ -152,16 +154,16 @@ class CapturedSteps:
                 optimizer.state[main][kind] = kept.copy_(found)
 
     def _counts(self) -> list[int]:
-        return [link.storage.steps for link in self._chain.links]
+        return [storage.steps for storage in self._chain.chained_optimizers]
 
     def _relied_on(self) -> tuple[Any, ...]:
         """Return what a graph cannot follow: addresses, parameter groups and settings."""
-        links = self._chain.links
-        tensors = (tensor for link in links for tensor in _tensors_of(link))
+        storages = self._chain.chained_optimizers
+        tensors = (tensor for storage in storages for tensor in _tensors_of(storage))
         settings = [
-            update_rule.captured(link.groups_of(update_rule))
-            for link in links
-            for update_rule in link.update_rules
+            update_rule.captured(storage.groups_of(update_rule))
+            for storage in storages
+            for update_rule in storage.update_rules
         ]
         groups = [id(group) for group in self._chain.param_groups]
         return [tensor.data_ptr() for tensor in tensors], groups, settings
@@ -171,23 +173,23 @@ def _limit(settings: Any) -> tuple[float]:
     return (settings.clip_grad or math.inf,)
 
 
-def _stored(link: Any) -> Any:
-    return () if link.storage.is_stub_optimizer else link.storage.main_shards()
+def _stored(storage: Any) -> Any:
+    return () if storage.is_stub_optimizer else storage.main_shards()
 
 
-def _tensors_of(link: Any) -> Iterator[Tensor]:
-    for item in _stored(link):
+def _tensors_of(storage: Any) -> Iterator[Tensor]:
+    for item in _stored(storage):
         yield from (item.param, item.main, item.param.main_grad)
-    yield from (value for *_, value in _state_of(link))
-    for update_rule in link.update_rules:
+    yield from (value for *_, value in _state_of(storage))
+    for update_rule in storage.update_rules:
         yield from update_rule.buffers()
 
 
-def _state_of(link: Any) -> Iterator[tuple[Any, Tensor, str, Tensor]]:
-    for item in _stored(link):
-        for kind, value in link.storage.optimizer.state[item.main].items():
+def _state_of(storage: Any) -> Iterator[tuple[Any, Tensor, str, Tensor]]:
+    for item in _stored(storage):
+        for kind, value in storage.optimizer.state[item.main].items():
             if isinstance(value, Tensor):
-                yield link.storage.optimizer, item.main, kind, value
+                yield storage.optimizer, item.main, kind, value
 
 
 def _is_like(one: Tensor, other: Tensor) -> bool:

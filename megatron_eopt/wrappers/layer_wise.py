@@ -22,7 +22,7 @@ from megatron_eopt.wrappers.gradients import make_scaler
 from megatron_eopt.wrappers.specs import OptimizerSpec
 from megatron_eopt.wrappers.zero1.all_reduced import AllReducedChunk
 from megatron_eopt.wrappers.zero1.buffers import buffer_sets, check_model_chunks
-from megatron_eopt.wrappers.zero1.links import Sharding, zero1_links
+from megatron_eopt.wrappers.zero1.build import Sharding, zero1_storages
 
 
 class LayerWiseDistributedOptimizer(OptimizerChain):
@@ -100,9 +100,9 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
     def _build(
         self, specs: Sequence[OptimizerSpec], sharding: Sharding, pg_collection: Any
     ) -> None:
-        links = zero1_links(sharding, specs)
+        storages = zero1_storages(sharding, specs)
         chunks = sharding.chunks
-        OptimizerChain.__init__(self, links, sharding.settings, sharding.scaler, chunks)
+        OptimizerChain.__init__(self, storages, sharding.settings, sharding.scaler, chunks)
         self.pg_collection = pg_collection
         # whether forward hooks gather parameters
         self.overlap_param_gather = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)

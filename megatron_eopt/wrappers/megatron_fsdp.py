@@ -277,13 +277,13 @@ class MegatronFSDPChain(OptimizerChain):
         if form != fsdp_dtensor.FORMAT:
             rule = "is not supported with Megatron-FSDP"
             raise ConfigurationError("ckpt_format", form, rule, f"Use {fsdp_dtensor.FORMAT!r}")
-        return fsdp_dtensor.requested(self.links[0], is_loading=is_loading)
+        return fsdp_dtensor.requested(self.chained_optimizers[0], is_loading=is_loading)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load what was read into :meth:`sharded_state_dict`, or a state dict; collective."""
         if isinstance(state_dict, Mapping) and BY_PARAMETER in state_dict:
-            fsdp_dtensor.load(self.links[0], state_dict)
-            optimizer_state.settle(self.links)
+            fsdp_dtensor.load(self.chained_optimizers[0], state_dict)
+            optimizer_state.settle(self.chained_optimizers)
         else:
             super().load_state_dict(state_dict)
         self.gather_params(now=True)

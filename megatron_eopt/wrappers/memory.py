@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.nested_state import leaves
-from megatron_eopt.optimizers.chain_link import ChainLink
+from megatron_eopt.optimizers.storage import Storage, rules_of
 from megatron_eopt.storage.local_tensors import local_of
 
 _MIB = 2**20
@@ -40,21 +40,21 @@ class Memory:
 
 
 def memory_of(
-    links: Sequence[ChainLink], model_chunks: Sequence[Any], transient: int | None
+    storages: Sequence[Storage], model_chunks: Sequence[Any], transient: int | None
 ) -> Memory:
     """Count the bytes of a chain's tensors; shared memory counts in the first category only."""
     params = [param for chunk in model_chunks for param in chunk.parameters()]
     gradients = (getattr(param, "main_grad", None) for param in params)
-    mains = (item.main for link in links for item in link.storage.main_shards())
-    update_rules = [update_rule for link in links for update_rule in link.update_rules]
+    mains = (item.main for storage in storages for item in storage.main_shards())
+    update_rules = list(rules_of(storages))
     seen: set[int] = set()
     return Memory(
         weights=_bytes(params, seen),
         gradients=_bytes((grad for grad in gradients if grad is not None), seen),
         # before the device, so that off-loaded tensors count here
-        host=_bytes(_on_host(links), seen),
+        host=_bytes(_on_host(storages), seen),
         main_weights=_bytes(mains, seen),
-        state=_bytes(_states(links), seen),
+        state=_bytes(_states(storages), seen),
         buffers=_bytes(
             (value for update_rule in update_rules for value in update_rule.buffers()), seen
         ),
@@ -62,17 +62,17 @@ def memory_of(
     )
 
 
-def _on_host(links: Sequence[ChainLink]) -> Iterator[Tensor]:
-    for link in links:
-        for update_rule in link.update_rules:
+def _on_host(storages: Sequence[Storage]) -> Iterator[Tensor]:
+    for storage in storages:
+        for update_rule in storage.update_rules:
             if update_rule.host is not None:
-                yield from update_rule.host.tensors(link.storage.optimizer.state)
+                yield from update_rule.host.tensors(storage.optimizer.state)
 
 
-def _states(links: Sequence[ChainLink]) -> Iterator[Tensor]:
-    for link in links:
-        if not link.storage.is_stub_optimizer:
-            found = (value for _, value in leaves(list(link.storage.optimizer.state.values())))
+def _states(storages: Sequence[Storage]) -> Iterator[Tensor]:
+    for storage in storages:
+        if not storage.is_stub_optimizer:
+            found = (value for _, value in leaves(list(storage.optimizer.state.values())))
             yield from (value for value in found if isinstance(value, Tensor))
 
 

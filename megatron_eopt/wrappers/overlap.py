@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base import gpu
-from megatron_eopt.optimizers.chain_link import ChainLink
+from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.windows import WindowedMuonRule
 from megatron_eopt.storage.interface import MainShard, finish_gathers
 from megatron_eopt.wrappers.zero1.buffers import bucket_groups
@@ -33,7 +33,7 @@ _CHANGED_LATER = ("sequence_parallel", "average_gradients_across_tp_domain", "pi
 class _Window:
     """The matrices of one update rule in one bucket group."""
 
-    link: ChainLink
+    storage: Zero1Optimizer
     update_rule: WindowedMuonRule
     number: int
     items: list[MainShard]
@@ -48,9 +48,10 @@ class Overlap:
     """
 
     def __init__(
-        self, links: Sequence[ChainLink], chunks: Sequence[Any], may_look: Callable[[float], bool]
+        self, storages: Sequence[Storage], chunks: Sequence[Any], may_look: Callable[[float], bool]
     ) -> None:
-        self._links, self._may_look = list(links), may_look
+        self._storages = [item for item in storages if isinstance(item, Zero1Optimizer)]
+        self._may_look = may_look
         self._groups, self._chunks = bucket_groups(chunks), chunks
         found = list(self._found())
         self._update_rules = list({window.update_rule for window in found})
@@ -58,13 +59,11 @@ class Overlap:
         # bucket groups in the order of a step, those without matrices first
         self._order = sorted(self._groups, key=lambda group: bool(self._windows[group]))
         self._others = [
-            (link, update_rule)
-            for link in links
-            for update_rule in link.update_rules
+            (storage, update_rule)
+            for storage in storages
+            for update_rule in storage.update_rules
             if not isinstance(update_rule, WindowedMuonRule)
         ]
-        storages = (link.storage for link in links)
-        self._storages = [item for item in storages if isinstance(item, Zero1Optimizer)]
         self.has_looked = False  # whether updates were computed ahead; the same on all ranks
         self._begun: set[Any] = set()  # bucket groups whose reduction has begun
         self._waiting: list[Any] = []  # those of them whose updates are not computed yet
@@ -79,9 +78,9 @@ class Overlap:
 
     def _found(self) -> Iterator[_Window]:
         for group in self._groups:
-            for link in self._links:
-                items = [item for item in link.storage.main_shards() if item.param in group.params]
-                for update_rule, params in zip(link.update_rules, link.params, strict=True):
+            for storage in self._storages:
+                items = [item for item in storage.main_shards() if item.param in group.params]
+                for update_rule, params in zip(storage.update_rules, storage.params, strict=True):
                     if not isinstance(update_rule, WindowedMuonRule):
                         continue
                     for number, members in enumerate(update_rule.members):
@@ -93,7 +92,7 @@ class Overlap:
                                 getattr(p, name, False) for p in mine for name in _CHANGED_LATER
                             )
                             held = [item for item in items if item.param in mine]
-                            yield _Window(link, update_rule, number, held, group, not late)
+                            yield _Window(storage, update_rule, number, held, group, not late)
 
     def _started(self, group: Any, start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Begin to reduce a bucket group, and compute the updates of the one before."""
@@ -120,9 +119,8 @@ class Overlap:
                 group.grad_reduce_handle.wait()
             for window in self._windows[group]:
                 if window.is_early:
-                    assert isinstance(window.link.storage, Zero1Optimizer)
-                    window.link.storage.take_gradients(window.items)
-                    with window.link.groups_and_state(window.update_rule) as (groups, state):
+                    window.storage.take_gradients(window.items)
+                    with window.storage.groups_and_state(window.update_rule) as (groups, state):
                         window.update_rule.precompute(window.number, groups, state)
 
     def forget(self) -> None:
@@ -161,12 +159,12 @@ class Overlap:
 
     def _step(self) -> None:
         # before all windows, so that buckets without matrices can be gathered at once
-        for link, update_rule in self._others:
-            with link.groups_and_state(update_rule) as (groups, state):
+        for storage, update_rule in self._others:
+            with storage.groups_and_state(update_rule) as (groups, state):
                 update_rule.step(groups, state)
         for group in self._order:
             for window in self._windows[group]:
-                with window.link.groups_and_state(window.update_rule) as (groups, state):
+                with window.storage.groups_and_state(window.update_rule) as (groups, state):
                     window.update_rule.step_window(window.number, groups, state)
             for storage in self._storages:
                 # the gather sends this rank's fragment of the bucket, so weights are written first

@@ -17,13 +17,13 @@ from megatron_eopt.base.place import refuse_part
 from megatron_eopt.config.fields import constructor_arguments
 from megatron_eopt.config.registry import entry_of
 from megatron_eopt.config.settings import Settings
-from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.element_wise import ElementWiseRule, LocalShardRule
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.update_rule import UpdateRule, refuse_group
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.parameters import check_dtypes
-from megatron_eopt.storage.interface import MainShard, Storage
+from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.slabs import SlabRanks, partition_dim_and_group, row_group
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
@@ -139,8 +139,8 @@ def build_replicated(
             check_half(context.routing)
             storage_of = Float32Optimizer
     specs = optimizer_specs(settings, context.routing, chunks, context.collection)
-    links = [_link(spec, context, storage_of) for spec in specs]
-    return OptimizerChain(links, settings, scaler, chunks)
+    storages = [_storage(spec, context, storage_of) for spec in specs]
+    return OptimizerChain(storages, settings, scaler, chunks)
 
 
 def _check_copies(context: OptimizerBuildContext, *, compare: bool) -> None:
@@ -192,9 +192,9 @@ def _check_whole(spec: OptimizerSpec, routing: Routing) -> None:
             raise ConfigurationError(f"{item.name}.eopt_split", declared, rule, hint)
 
 
-def _link(
+def _storage(
     spec: OptimizerSpec, context: OptimizerBuildContext, storage_of: Callable[..., Storage]
-) -> ChainLink:
+) -> Storage:
     settings, collection, optimizer = context.settings, context.collection, spec.optimizer
     made_early = optimizer is not None and bool(optimizer.state)
     if made_early:
@@ -207,7 +207,7 @@ def _link(
     groups = (getattr(collection, name, None) for name in (*names, "mp"))
     storage.count_in(next(group for group in groups if group is not None), collection)
     if optimizer is None:
-        return ChainLink(storage)
+        return storage
     if spec.layout == "matrix_state":
         _check_whole(spec, context.routing)
     stored = list(storage.main_shards())
@@ -215,19 +215,15 @@ def _link(
         # how a weight is cut and split is on the model's parameter, not on its main copy
         optimizer.follow({item.main: item.param for item in stored})
     update_rules = _update_rules(spec, [item.param for item in stored], settings, collection)
-    model_of = {item.main: item.param for item in stored}
-    params = []
     for update_rule in update_rules:
         update_rule.is_clipped = spec.is_clipped
         # other state is created by the first step, as in megatron-core, or by a save (``prepare``)
         if made_early or spec.layout == "matrix_update":
             update_rule.init(optimizer.param_groups, optimizer.state)
-        params.append(
-            [model_of[main] for _, main, _ in update_rule.numbered(optimizer.param_groups)]
-        )
     optimizer.add_param_group = refuse_group
     replicas = getattr(collection, "expt_dp" if spec.is_expert else "dp_cp", None)
-    return ChainLink(storage, update_rules, params, replicas)
+    storage.serve(update_rules, replicas=replicas)
+    return storage
 
 
 def _update_rules(

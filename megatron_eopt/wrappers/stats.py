@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.base.agreement import device_of_collectives, gather_unique
 from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.layouts.redistribution import EXCHANGE
-from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats, sum_of_squares
+from megatron_eopt.optimizers.storage import Storage, rules_of
 from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule
-from megatron_eopt.storage.interface import MainShard, Storage
+from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.local_tensors import is_uneven, local_of
 
 _COLUMNS = (
@@ -107,23 +107,21 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 class Stats:
-    """Measures the steps of a chain's links."""
+    """Measures the steps of a chain's storages."""
 
-    def __init__(self, links: Sequence[ChainLink]) -> None:
-        self._links = links
+    def __init__(self, storages: Sequence[Storage]) -> None:
+        self._storages = storages
         self._rows: list[tuple[str, dict[str, Any], StepStats | None]] = []
         self._values: dict[str, float] | None = {}
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Measure the step in a block; replaces earlier measurements."""
-        parts = [part for link in self._links for part in _parts(link)]
+        parts = [part for storage in self._storages for part in _parts(storage)]
         try:
             yield
         finally:
-            for update_rule in (
-                update_rule for link in self._links for update_rule in link.update_rules
-            ):
+            for update_rule in rules_of(self._storages):
                 update_rule.measure(None)
         self._rows = [(part.name, part.row(), part.step_stats) for part in parts]
         self._values = None
@@ -158,9 +156,8 @@ class Stats:
         return self._values
 
 
-def _parts(link: ChainLink) -> Iterator[_Part]:
-    """Yield one part per update rule of a link, or one for its optimizer if it has none."""
-    storage = link.storage
+def _parts(storage: Storage) -> Iterator[_Part]:
+    """Yield one part per update rule of a storage, or one for its optimizer if it has none."""
     if storage.is_stub_optimizer:
         return
     stored = {item.main: item for item in storage.main_shards()}
@@ -168,8 +165,8 @@ def _parts(link: ChainLink) -> Iterator[_Part]:
     devices = (item.param.device for item in stored.values())
     device = next(devices, device_of_collectives())
     found: list[tuple[str, UpdateRule | None, Iterable[tuple[ParamGroup, Tensor, int]]]] = [
-        (update_rule.name, update_rule, update_rule.numbered(link.groups_of(update_rule)))
-        for update_rule in link.update_rules
+        (update_rule.name, update_rule, update_rule.numbered(storage.groups_of(update_rule)))
+        for update_rule in storage.update_rules
     ]
     if not found:
         groups = storage.optimizer.param_groups
@@ -205,7 +202,9 @@ class OwnLoopStorage(Storage):
 def stats_of(optimizer: DTensorOptimizer) -> Stats:
     """Return what measures the steps of an optimizer for your own training loop."""
     params = [optimizer.params_of(update_rule) for update_rule in optimizer.update_rules]
-    return Stats([ChainLink(OwnLoopStorage(optimizer), optimizer.update_rules, params)])
+    storage = OwnLoopStorage(optimizer)
+    storage.serve(optimizer.update_rules, params)
+    return Stats([storage])
 
 
 def _world_size() -> int:

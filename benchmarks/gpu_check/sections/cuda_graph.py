@@ -87,10 +87,10 @@ def stepped(name: str, sharded: bool, *, captures: bool) -> list[Tensor]:
             # the graph is the wrapper's class's
             del optimizer.step
             OptimizerCudaGraphWrapper.curr_iteration = 0
-    items = [(link, item) for link in optimizer.links for item in link.storage.main_shards()]
+    items = [(link, item) for link in optimizer.chained_optimizers for item in link.main_shards()]
     found = [tensor for _, item in items for tensor in (item.param, item.main)]
     for link, item in items:
-        state = link.storage.optimizer.state[item.main]
+        state = link.optimizer.state[item.main]
         found += [value for value in state.values() if isinstance(value, Tensor)]
     copies = [tensor.detach().clone() for tensor in found]
     forget_megatron()

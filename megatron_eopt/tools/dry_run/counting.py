@@ -250,8 +250,8 @@ def schedules_of(optimizer: Any) -> list[tuple[str, Schedule]]:
     """Return which rank computes which matrices, each with its optimizer's name."""
     return [
         (update_rule.name, schedule)
-        for link in optimizer.links
-        for update_rule in link.update_rules
+        for storage in optimizer.chained_optimizers
+        for update_rule in storage.update_rules
         for schedule in update_rule.schedules
     ]
 
@@ -269,8 +269,8 @@ def report_of(optimizer: Any, give_gradients: Callable[[], None]) -> Report:
     with Counts() as counts, LiveBytes() as live:
         optimizer.step()
     elements: Counter[str] = Counter()
-    for link in optimizer.links:
-        for update_rule, _, main in link.stepped():
+    for storage in optimizer.chained_optimizers:
+        for update_rule, _, main in storage.stepped():
             elements[update_rule.name] += main.numel()
     return Report(
         elements=dict(elements),

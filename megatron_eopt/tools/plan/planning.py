@@ -182,8 +182,8 @@ def _checks(optimizer: Any, usual: Report) -> Checks | None:
         return None
     seen, peak = Counts(), 0
     for step in checks.steps:
-        for link in optimizer.links:
-            link.storage.steps = step
+        for storage in optimizer.chained_optimizers:
+            storage.steps = step
         with Counts() as counts, LiveBytes() as live:
             optimizer.step()
         seen.add(counts)

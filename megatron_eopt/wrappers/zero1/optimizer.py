@@ -10,7 +10,8 @@ from torch import Tensor
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE, MOMENTUM, STEP
 from megatron_eopt.base.place import row_cut
-from megatron_eopt.storage.interface import MainShard, Storage, gather_buckets
+from megatron_eopt.optimizers.storage import Storage
+from megatron_eopt.storage.interface import MainShard, gather_buckets
 from megatron_eopt.wrappers.zero1.all_reduced import AllReducedBuffer
 
 BUFFER_PARAMS = "buffer_params"

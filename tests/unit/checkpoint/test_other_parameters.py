@@ -135,11 +135,11 @@ def state_by_name(chunk: Any, optimizer: Any) -> dict[str, dict[str, torch.Tenso
     return {
         names[item.param]: {
             kind: value
-            for kind, value in link.storage.tensors_of(item).items()
+            for kind, value in link.tensors_of(item).items()
             if torch.is_tensor(value) and value.dim()
         }
-        for link in optimizer.links
-        for item in link.storage.main_shards()
+        for link in optimizer.chained_optimizers
+        for item in link.main_shards()
     }
 
 

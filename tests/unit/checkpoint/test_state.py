@@ -342,12 +342,12 @@ def counts_with_maxima(case: Case, folder: str) -> set[int]:
             group["amsgrad"] = True
 
     chunk, optimizer = resume(case, folder, adjust=keep_maxima)
-    assert {"max_exp_avg_sq"} <= {key for m in optimizer.links for key in kinds_of(m)}
+    assert {"max_exp_avg_sq"} <= {key for m in optimizer.chained_optimizers for key in kinds_of(m)}
     return set(counts_of(chunk, optimizer).values())
 
 
 def kinds_of(member: Any) -> set[str]:
-    return {key for state in member.storage.optimizer.state.values() for key in state}
+    return {key for state in member.optimizer.state.values() for key in state}
 
 
 def test_a_maximum_that_starts_fresh_leaves_the_count_of_steps(tmp_path):

@@ -59,8 +59,8 @@ def on_gpu(world_size: int, case: Case) -> tuple[set[str], set[str], list[str]]:
 def devices_of(optimizer: Any) -> set[str]:
     return {
         str(value.device)
-        for member in optimizer.links
-        for state in member.storage.optimizer.state.values()
+        for member in optimizer.chained_optimizers
+        for state in member.optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.dim()
     }

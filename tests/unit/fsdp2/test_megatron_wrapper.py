@@ -51,7 +51,7 @@ def observe():
     refusals = {"nan": says(optimizer.step)}
     # torch cuts state, whatever the configuration says of Megatron's buffers
     fields = {"bf16": True, "params_dtype": torch.bfloat16, "use_distributed_optimizer": True}
-    inner = build(**fields)[1].links[0].storage.optimizer
+    inner = build(**fields)[1].chained_optimizers[0].optimizer
     gone = {**inner.state_dict(), "state": {}}
     refusals["gone"] = says(lambda: inner.load_state_dict(gone))
     return success, float(norm), numel, zeros, all(moved), refusals

@@ -117,7 +117,7 @@ LOOPS = {
 
 
 def links_of(optimizer):
-    return getattr(optimizer, "links", None) or stats_of(optimizer)._links
+    return getattr(optimizer, "chained_optimizers", None) or stats_of(optimizer)._storages
 
 
 class _NewMemory(_PoisonedHost):
@@ -163,7 +163,7 @@ def trained(make, name, fractions):
             loop.give_gradients(step)
             optimizer.step()
         memory.append(memory_of(links_of(optimizer), [loop.model], None))
-    mains = [i.main for link in links_of(optimizer) for i in link.storage.main_shards()]
+    mains = [i.main for link in links_of(optimizer) for i in link.main_shards()]
     saved = [value for _, value in leaves(loop.save(optimizer)) if isinstance(value, torch.Tensor)]
     forget_megatron()
     return [local_of(value).clone() for value in (*mains, *saved)], memory

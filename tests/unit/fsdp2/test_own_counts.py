@@ -71,8 +71,8 @@ NEW = ("up.weight", ONCE, "wide.weight", "experts.weight", "turned.weight", "hid
 
 def counts_of(optimizer: Any) -> dict[str, int]:
     """Return the count of each parameter, which is the same on all ranks."""
-    inner = getattr(optimizer, "links", None)
-    inner = inner[0].storage.optimizer if inner else optimizer
+    inner = getattr(optimizer, "chained_optimizers", None)
+    inner = inner[0].optimizer if inner else optimizer
     saved = inner.state_dict()
     number_of = saved["param_names"]
     mine = {

@@ -65,7 +65,7 @@ def second_halves(folder: str, ddp: dict[str, Any] | None = None) -> dict[str, R
         else:
             checkpoint.load(state, checkpoint_id=f"{folder}/{name}")
             optimizer.load_state_dict(state["optimizer"])
-        assert optimizer.links[0].storage.steps == 2
+        assert optimizer.chained_optimizers[0].steps == 2
         stepped(run, chunk, optimizer, 2, 4)
         results[name] = Result(weights(run, chunk), [])
         forget_megatron()

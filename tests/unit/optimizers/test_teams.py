@@ -164,7 +164,9 @@ def train(case, count):
     with free_talk():
         chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, count)
-    (schedule,) = [item for m in optimizer.links for d in m.update_rules for item in d.schedules]
+    (schedule,) = [
+        item for m in optimizer.chained_optimizers for d in m.update_rules for item in d.schedules
+    ]
     sizes = Counter(len(item.team) for item in schedule.work.matrices)
     return Result(weights(case.run, chunk), []), sizes
 

@@ -78,7 +78,7 @@ def stepped_and_clipped(parts: Any, optimizer: Any, gathers_first: bool = True) 
         returned.append(clip_qk(chunks))
         optimizer.gather_params(now=True)
     mains = {
-        item.param: item for member in optimizer.links for item in member.storage.main_shards()
+        item.param: item for member in optimizer.chained_optimizers for item in member.main_shards()
     }
     exact = [
         torch.equal(

@@ -135,7 +135,7 @@ def counts_of(chunk: Any, optimizer: Any) -> dict[str, int]:
     sizes = {"layers": chunk.config.num_layers, "experts": chunk.config.num_moe_experts}
     names = {param: global_name(name, sizes) for name, param in chunk.named_parameters()}
     mine: set[tuple[str, int]] = set()
-    for link in optimizer.links:
+    for link in optimizer.chained_optimizers:
         for update_rule, params in zip(link.update_rules, link.params, strict=True):
             with link.groups_and_state(update_rule) as (groups, state):
                 counted = [

@@ -12,7 +12,7 @@ import torch
 
 from megatron_eopt.base import kernels
 from megatron_eopt.math import passes
-from megatron_eopt.storage.interface import Storage
+from megatron_eopt.optimizers.storage import Storage
 from tests.harness import run_ranks
 from tests.harness.kernels import interpreted_kernels
 from tests.harness.scene import forget_megatron
@@ -51,7 +51,7 @@ def stepped(case: Case, way: int) -> dict[str, Any]:
     inject(case.run, chunk, 2)
     optimizer.prepare_grads()
     factor = torch.tensor(math.nan if way == SKIPPED else 0.3)
-    for link in optimizer.links:
+    for link in optimizer.chained_optimizers:
         for update_rule, _, main in link.stepped():
             assert update_rule.folds_clipping
             if way == BEFORE:
@@ -67,8 +67,8 @@ def stepped(case: Case, way: int) -> dict[str, Any]:
     weights = dict(chunk.named_parameters())
     mains = {
         name: item.main.detach().bfloat16()
-        for link in optimizer.links
-        for item in link.storage.main_shards()
+        for link in optimizer.chained_optimizers
+        for item in link.main_shards()
         for name, param in weights.items()
         if param is item.param
     }

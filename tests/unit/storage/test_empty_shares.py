@@ -33,7 +33,7 @@ def trained(case, fraction):
     steps(case, chunk, optimizer, 0, 3)
     empty = {
         type(update_rule).__name__
-        for link in optimizer.links
+        for link in optimizer.chained_optimizers
         for update_rule in link.update_rules
         if not any(group["params"] for group in link.groups_of(update_rule))
     }

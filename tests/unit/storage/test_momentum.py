@@ -40,8 +40,8 @@ def train(some: list[Case], count: int) -> list:
         steps(case, chunk, optimizer, 0, count)
         dtypes = {
             values["momentum_buffer"].dtype
-            for member in optimizer.links
-            for values in member.storage.optimizer.state.values()
+            for member in optimizer.chained_optimizers
+            for values in member.optimizer.state.values()
             if "momentum_buffer" in values
         }
         assert len(dtypes) == 1, dtypes

@@ -86,9 +86,9 @@ class Watch:
 
     def versions(self) -> list[int]:
         found = []
-        for link in self._optimizer.links:
-            for item in link.storage.main_shards():
-                state = link.storage.optimizer.state[item.main]
+        for link in self._optimizer.chained_optimizers:
+            for item in link.main_shards():
+                state = link.optimizer.state[item.main]
                 kept = [value for value in state.values() if isinstance(value, torch.Tensor)]
                 found += [tensor._version for tensor in (item.main, *kept)]
         return found
@@ -97,9 +97,9 @@ class Watch:
 @torch.no_grad()
 def change(kind: str, optimizer: Any) -> None:
     """Change what the updates of matrices depend on besides gradients."""
-    for link in optimizer.links:
-        for item in link.storage.main_shards():
-            momentum = link.storage.optimizer.state[item.main].get("momentum_buffer")
+    for link in optimizer.chained_optimizers:
+        for item in link.main_shards():
+            momentum = link.optimizer.state[item.main].get("momentum_buffer")
             if kind == "other weights":
                 item.main.neg_()
             elif kind == "other weights, by data":
@@ -149,17 +149,15 @@ def train(
         # what is written to main weights comes to the model; in float32 they are the model's
         if dtype == torch.float32:
             optimizer.gather_params(now=True)
-        for link in optimizer.links:
-            for item in link.storage.main_shards():
+        for link in optimizer.chained_optimizers:
+            for item in link.main_shards():
                 item.main.data.mul_(0.5)
         optimizer.quantize_and_sync_model_params_from_main_params()
         chunk.disable_forward_pre_hook()
     outcomes |= {name: param.detach().clone() for name, param in chunk.named_parameters()}
-    for link in optimizer.links:
-        for number, item in enumerate(link.storage.main_shards()):
-            outcomes |= {
-                f"{number} {k}": v.clone() for k, v in link.storage.tensors_of(item).items()
-            }
+    for link in optimizer.chained_optimizers:
+        for number, item in enumerate(link.main_shards()):
+            outcomes |= {f"{number} {k}": v.clone() for k, v in link.tensors_of(item).items()}
     return outcomes, log, watch.early_writes
 
 
@@ -200,7 +198,7 @@ def groups() -> tuple[set[str], set[str]]:
     """Return the names of the groups of matrices, and of those that reduce gradients."""
     initialize_megatron()
     chunk, optimizer = build(torch.float32, True, {})
-    rules = [rule for link in optimizer.links for rule in link.update_rules]
+    rules = [rule for link in optimizer.chained_optimizers for rule in link.update_rules]
     engines = [e for rule in rules if isinstance(rule, WindowedMuonRule) for e in rule.engines]
     reducing = [value for group in chunk.bucket_groups for value in vars(group).values()]
     of_matrices = {engine.ranks.group.group_name for engine in engines}

@@ -121,7 +121,7 @@ def replayed(case: Case) -> Any:
 
 
 def addresses(optimizer: Any) -> list[int]:
-    rules = (rule for link in optimizer.links for rule in link.update_rules)
+    rules = (rule for link in optimizer.chained_optimizers for rule in link.update_rules)
     return [tensor.data_ptr() for rule in rules for tensor in rule.buffers()]
 
 
@@ -176,7 +176,7 @@ def spoiled(name: str, *, graph: bool) -> Any:
                     raised.append(error.names)
             norms.append(counts_of(chunk, optimizer))
         optimizer.zero_grad()
-    steps = [link.storage.steps for link in optimizer.links]
+    steps = [link.steps for link in optimizer.chained_optimizers]
     return raised, norms, steps, full_state(case, chunk, optimizer)
 
 
@@ -287,8 +287,8 @@ def changed(name: str) -> set[str]:
 
 def whole(optimizer: Any) -> list[torch.Tensor]:
     """Return main weights and state."""
-    items = [(link, item) for link in optimizer.links for item in link.storage.main_shards()]
-    states = [{"": item.main, **link.storage.optimizer.state[item.main]} for link, item in items]
+    items = [(link, item) for link in optimizer.chained_optimizers for item in link.main_shards()]
+    states = [{"": item.main, **link.optimizer.state[item.main]} for link, item in items]
     return [
         value for state in states for value in state.values() if isinstance(value, torch.Tensor)
     ]
@@ -319,7 +319,7 @@ def moved() -> None:
     with recorded_graphs():
         wrap(optimizer)
         train(case, chunk, optimizer, range(3))
-        state = next(iter(optimizer.links[0].storage.optimizer.state.values()))
+        state = next(iter(optimizer.chained_optimizers[0].optimizer.state.values()))
         kept = state["momentum_buffer"]
         state["momentum_buffer"] = kept.double()
         rule_of("tensors have changed since the CUDA graph", optimizer.step)

@@ -24,7 +24,7 @@ BUILDING = [
 OF_REPLICATED = ["megatron_eopt.wrappers.replicated.optimizer_specs"]
 OF_SHARDED = [
     "megatron_eopt.wrappers.factory.optimizer_specs",
-    "megatron_eopt.wrappers.zero1.links.fragment_of",
+    "megatron_eopt.wrappers.zero1.build.fragment_of",
 ]
 
 

@@ -73,7 +73,7 @@ def in_an_own_storage(case: Case, folder: str) -> tuple[runs.Result, list[str]]:
     register_storage(in_float64)
     try:
         result = trained(case)
-        mains = [item.main for m in result.extra.links for item in m.storage.main_shards()]
+        mains = [item.main for m in result.extra.chained_optimizers for item in m.main_shards()]
         assert {main.dtype for main in mains} == {torch.float64}
         forget_megatron()
         whole, resumed = interrupted([case], folder)

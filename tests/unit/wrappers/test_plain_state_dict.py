@@ -90,9 +90,9 @@ def _momenta(case: Case, state: Any = None) -> tuple[dict[str, torch.Tensor], An
         optimizer.load_state_dict(state)
     name_of = {param: name for name, param in chunk.named_parameters()}
     found = {
-        name_of[item.param]: member.storage.optimizer.state[item.main]["momentum_buffer"].clone()
-        for member in optimizer.links[:1]
-        for item in member.storage.main_shards()
+        name_of[item.param]: member.optimizer.state[item.main]["momentum_buffer"].clone()
+        for member in optimizer.chained_optimizers[:1]
+        for item in member.main_shards()
     }
     return found, optimizer.state_dict()
 

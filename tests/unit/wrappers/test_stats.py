@@ -45,8 +45,12 @@ def reference(case: Case) -> dict[str, float]:
     case = with_config(case, weight_decay=0.0, muon_fp32_matmul_prec="highest")
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
-    update_rule = optimizer.links[0].update_rules[0]
-    own = {p for group in optimizer.links[0].groups_of(update_rule) for p in group["params"]}
+    update_rule = optimizer.chained_optimizers[0].update_rules[0]
+    own = {
+        p
+        for group in optimizer.chained_optimizers[0].groups_of(update_rule)
+        for p in group["params"]
+    }
     before = {param: param.detach().clone() for param in chunk.parameters()}
     steps(case, chunk, optimizer, 1, 2)
     updates = {p: (before[p].double() - p.double()) / LR for p in chunk.parameters()}
@@ -169,7 +173,7 @@ def of_dtensors(kind: str) -> tuple[dict[str, float], dict[str, tuple[float, int
         megatron_fsdp.inject(run, chunk, 0)
     optimizer.collects_stats = True
     optimizer.step()
-    inner = optimizer.links[0].storage.optimizer
+    inner = optimizer.chained_optimizers[0].optimizer
     held: dict[str, tuple[float, int]] = {}
     for update_rule in inner.update_rules:
         params = inner.params_of(update_rule)

@@ -40,8 +40,8 @@ SERVED = {"overlap": ("muon",), "side streams": ("muon", "adaptive_muon")}
 def streams_of(optimizer: Any) -> list[LateStream]:
     """Give an optimizer late streams where it has side streams on a GPU; return them."""
     made = []
-    links = optimizer.links
-    owners = [owner for link in links for owner in (link.storage.optimizer, *link.update_rules)]
+    members = optimizer.chained_optimizers
+    owners = [owner for its in members for owner in (its.optimizer, *its.update_rules)]
     sides = (getattr(owner, "_side", None) for owner in owners)
     for owner in filter(None, (*sides, optimizer._overlap)):
         owner._stream = LateStream()
@@ -94,10 +94,10 @@ def trained(name: str, way: str, parallel: dict[str, int]) -> dict[str, Any]:
             assert 0.05 < found[f"norm {step}"] < 90
     chunk.disable_forward_pre_hook()
     found |= {name: param.detach().clone() for name, param in chunk.named_parameters()}
-    for link in optimizer.links:
-        for number, item in enumerate(link.storage.main_shards()):
-            kept = link.storage.tensors_of(item).items()
-            found |= {f"{link.storage} {number} {kind}": value.clone() for kind, value in kept}
+    for link in optimizer.chained_optimizers:
+        for number, item in enumerate(link.main_shards()):
+            kept = link.tensors_of(item).items()
+            found |= {f"{link} {number} {kind}": value.clone() for kind, value in kept}
     forget_megatron()
     return found
 

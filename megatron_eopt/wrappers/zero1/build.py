@@ -1,4 +1,4 @@
-"""Build the optimizers of fragments, one link per set of Megatron's buffers."""
+"""Build the optimizers of fragments, one storage per set of Megatron's buffers."""
 
 import functools
 from collections import defaultdict
@@ -14,7 +14,6 @@ from megatron_eopt.base.names import DEFAULT_MATRIX_BUFFER_MB
 from megatron_eopt.config.checks import refuse_for_overlap
 from megatron_eopt.config.settings import RunSettings
 from megatron_eopt.matrices import Split, whole
-from megatron_eopt.optimizers.chain_link import ChainLink
 from megatron_eopt.optimizers.element_wise import ElementWiseRule
 from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.host_memory import on_device
@@ -36,7 +35,7 @@ from megatron_eopt.wrappers.zero1.optimizer import Zero1Optimizer
 
 @dataclass(frozen=True)
 class Sharding:
-    """What all links of one chain share."""
+    """What all storages of one chain share."""
 
     settings: RunSettings
     chunks: Sequence[Any]  # the wrapped model
@@ -74,13 +73,13 @@ class Sharding:
         return declared_split(optimizer, param, shape)
 
 
-def unmixed_links(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list[ChainLink]:
-    """Return links with one element-wise optimizer, such as Adam, as in megatron-core.
+def unmixed_storages(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list[Zero1Optimizer]:
+    """Return storages with one element-wise optimizer, such as Adam, as in megatron-core.
 
     State is created by the first step, as in megatron-core, or when it is saved.
     """
     by_kind = {item.is_expert: item for item in sharding.sets}
-    links = []
+    found = []
     for spec in specs:
         update_rules = []
         if spec.optimizer is not None:
@@ -89,18 +88,15 @@ def unmixed_links(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list[Ch
             config = sharding.settings.config
             update_rules = [ElementWiseRule(spec.optimizer, spec.init_state_fn, config)]
         storage = sharding.storage(spec.optimizer, by_kind[spec.is_expert])
-        model_of = {item.main: item.param for item in storage.main_shards()}
-        params = []
         for update_rule in update_rules:
-            groups = spec.optimizer.param_groups
-            update_rule.attach_in_order(groups)
-            params.append([model_of[main] for group in groups for main in group["params"]])
-        links.append(ChainLink(storage, update_rules, params))
-    return links
+            update_rule.attach_in_order(spec.optimizer.param_groups)
+        storage.serve(update_rules)
+        found.append(storage)
+    return found
 
 
-def zero1_links(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list[ChainLink]:
-    """Return one link per set of buffers, with all optimizers; collective.
+def zero1_storages(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list[Zero1Optimizer]:
+    """Return one storage per set of buffers, with all optimizers; collective.
 
     Raises a ConfigurationError if a parameter is not in exactly one group, or is not supported.
     """
@@ -111,21 +107,21 @@ def zero1_links(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list[Chai
     groups = [group for spec in specs for group in spec.groups]
     raise_together(lambda: check_buffers(buffers, groups, sharding.names))
     live: list[list[ParamGroup]] = [[] for _ in specs]
-    links = [_link(sharding, specs, item, live) for item in sharding.sets]
-    raise_together(lambda: [link.storage.optimizer.refuse_faults() for link in links])
+    storages = [_storage(sharding, specs, item, live) for item in sharding.sets]
+    raise_together(lambda: [storage.optimizer.refuse_faults() for storage in storages])
     for spec, groups in zip(specs, live, strict=True):
         # callers may edit the groups of their optimizer; state of the model's parameters is freed
         bind(spec.optimizer, groups, defaultdict(dict))
-    return links
+    return storages
 
 
-def _link(
+def _storage(
     sharding: Sharding,
     specs: Sequence[OptimizerSpec],
     buffers: BufferSet,
     live: Sequence[list[ParamGroup]],
-) -> ChainLink:
-    """Return the link of one set of buffers; its groups go to ``live``, by optimizer."""
+) -> Zero1Optimizer:
+    """Return the storage of one set of buffers; its groups go to ``live``, by optimizer."""
     places = ranges_in(buffers, sharding.names)
     groups: list[ParamGroup] = []
     served: list[tuple[UpdateRule, slice, list[Tensor]]] = []
@@ -156,7 +152,8 @@ def _link(
             [update_rule.host for update_rule in composite.update_rules],
             storage.collect_gradients,
         )
-    return ChainLink(storage, composite.update_rules, [params for *_, params in served])
+    storage.serve(composite.update_rules, [params for *_, params in served])
+    return storage
 
 
 def _update_rule_of(

@@ -1,0 +1,215 @@
+"""What a rank stores of the weights, and what updates it: one member of a chain."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_eopt.base.names import COPY_ATTRIBUTE
+from megatron_eopt.math.precision import matmul_precision
+from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
+from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
+from megatron_eopt.storage.interface import MainShard, gather_buckets, model_copy_of
+
+
+class Storage:
+    """Stores weights; a mixin for megatron-core's wrappers of a torch optimizer."""
+
+    optimizer: Any
+    """The torch optimizer, with groups and state of the stepped tensors."""
+
+    steps: int = 0
+    """Number of steps done, the same on every rank."""
+
+    loaded_groups: Sequence[Mapping[str, Any]] = ()
+    """Parameter groups of the last checkpoint that was, or is being, loaded."""
+
+    in_buffers = False
+    """Whether weights and state are fragments of Megatron's flat buffers."""
+
+    is_stub_optimizer: bool
+    """Whether it has no parameters."""
+
+    grad_scaler: Any = None
+    """The chain's loss scale, if any."""
+
+    update_rules: Sequence[UpdateRule] = ()
+    """What updates the stored tensors; none if megatron-core's own optimizer does."""
+
+    params: Sequence[Sequence[Tensor]] = ()
+    """Each update rule's model parameters, in the order of its shards."""
+
+    replicas: ProcessGroup | None = None
+    """Ranks that store and compute the same as this one."""
+
+    _model_copies: Sequence[Tensor] | None = None  # main weights with a copy to write in this step
+
+    def count_in(self, stats: Any, collection: Any) -> None:
+        """Let megatron-core count every gradient once when it sums statistics over ``stats``."""
+        # attributes that megatron-core's norm and its count of zeros read (optimizer/optimizer.py)
+        self.grad_stats_parallel_group = stats
+        self.tp_group = collection.tp
+        self.expert_tp_group = getattr(collection, "expt_tp", None) or collection.tp
+
+    def serve(
+        self,
+        update_rules: Sequence[UpdateRule],
+        params: Sequence[Sequence[Tensor]] | None = None,
+        replicas: ProcessGroup | None = None,
+    ) -> None:
+        """Set what updates the stored tensors.
+
+        Without ``params``, shards are numbered as the groups are ordered.
+        """
+        self.update_rules, self.replicas = update_rules, replicas
+        model_of = {id(item.main): item.param for item in self.main_shards()}
+        self.params = params or [
+            [model_of[id(main)] for _, main, _ in rule.numbered(self.groups_of(rule))]
+            for rule in update_rules
+        ]
+
+    def groups_of(self, update_rule: UpdateRule) -> list[ParamGroup]:
+        """Return the parameter groups that an update rule updates, as schedulers see them."""
+        # any other optimizer has one update rule, for all of its groups
+        if isinstance(self.optimizer, ShardedOptimizer):
+            return self.optimizer.groups_of(update_rule)
+        groups: list[ParamGroup] = self.optimizer.param_groups
+        return groups
+
+    def groups_and_state(
+        self, update_rule: UpdateRule
+    ) -> AbstractContextManager[tuple[list[ParamGroup], State]]:
+        """Provide what an update rule works on: groups of this rank's tensors, and their state."""
+        if isinstance(self.optimizer, ShardedOptimizer):
+            return self.optimizer.groups_and_state(update_rule)
+        return nullcontext((self.optimizer.param_groups, self.optimizer.state))
+
+    def stepped(self) -> Iterator[tuple[UpdateRule, int, Tensor]]:
+        """Yield every tensor of the parameter groups, with its update rule and shard index."""
+        for update_rule in self.update_rules:
+            for _, main, number in update_rule.numbered(self.groups_of(update_rule)):
+                yield update_rule, number, main
+
+    def main_shards(self) -> Iterator[MainShard]:
+        """Yield what this rank stores, in a fixed order."""
+        raise NotImplementedError
+
+    def tensors_of(self, item: MainShard) -> dict[str, Any]:
+        """Return main weights, unless they are the model's, and state, by kind, without copying."""
+        raise NotImplementedError
+
+    def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
+        """Return what checkpoints store once for all ranks: groups, steps and loss scale.
+
+        ``steps`` are the step counts of each parameter group's state, or -1. For whole parameters,
+        megatron-core names all optimizers but the ``main`` one in groups, and matches groups by
+        name.
+        """
+        raise NotImplementedError
+
+    def collect_gradients(self) -> None:
+        """Hand this step's gradients to the stepped tensors, in their dtype."""
+        if not self.is_stub_optimizer:
+            # a method of megatron-core's mixed-precision wrappers; other storages override this one
+            self._copy_model_grads_to_main_grads()  # type: ignore[attr-defined]
+
+    def gradient_of(self, item: MainShard) -> Tensor | None:
+        """Return the gradient that a stored tensor steps with, or None."""
+        return item.main.grad
+
+    def gather_params(self, *, now: bool = False) -> None:
+        """Gather the stepped weights to all ranks; without ``now``, unless DDP or hooks do."""
+
+    @torch.no_grad()
+    def quantize_and_sync_model_params_from_main_params(self) -> None:
+        """Copy main weights to the model's weights on all ranks; collective.
+
+        megatron-core 0.20 calls this on chains and their members after every load.
+        """
+        self._stage_model_params_from_main_params()
+        for chunk in getattr(self, "model_chunks", ()):
+            gather_buckets(chunk, now=True)
+        self.gather_params(now=True)
+
+    @torch.no_grad()
+    def _stage_model_params_from_main_params(self) -> None:
+        """Copy main weights to this rank's part of the model's weights, without a gather.
+
+        Float32 weights are their own main weights, so there is nothing to copy.
+        """
+        if not self.is_stub_optimizer and hasattr(self, "_copy_main_params_to_model_params"):
+            self._copy_main_params_to_model_params()
+
+    def step_in_chain(self) -> bool:
+        """Step as a member of a chain, which gathers the stepped weights afterwards."""
+        return self.step_with_ready_grads()
+
+    def step_with_ready_grads(self) -> bool:
+        """Step, and count the step unless it was skipped."""
+        # the torch optimizer may read torch's setting for matrix products
+        with self.writing_model_copies(), matmul_precision():
+            # A class that steps has megatron-core's wrapper next in its order of methods. That
+            # calls `self.optimizer.step()`, then `_copy_main_params_to_model_params`.
+            done = bool(super().step_with_ready_grads())  # type: ignore[misc]
+        self.steps += done
+        return done
+
+    @contextmanager
+    def writing_model_copies(self) -> Iterator[None]:
+        """In a block, let the code that steps a main weight also write the model's weight."""
+        copies = self.copies()
+        for main, copy in copies:
+            # who steps a main weight pops this mark and writes the copy while the values are at
+            # hand; ``copy_mains`` writes the rest
+            setattr(main, COPY_ATTRIBUTE, copy)
+        self._model_copies = [main for main, _ in copies]
+        try:
+            yield
+        finally:
+            self._model_copies = None
+
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Return pairs of main weights and the model's weights, where these are separate tensors.
+
+        The code that steps the first may also write the second, see :func:`model_copy_of`.
+        """
+        return []
+
+    @torch.no_grad()
+    def copy_mains(self, mains: Iterable[Tensor] | None = None) -> None:
+        """Copy main weights to the model's; in a step, only those (of ``mains``) still missing."""
+        # outside of a step nobody has written a copy yet
+        if self._model_copies is None:
+            pairs = self.copies()
+        else:
+            # megatron-core's step copies all main weights at its end; most have been copied by then
+            wanted = self._model_copies if mains is None else mains
+            left = [(main, model_copy_of(main)) for main in wanted]
+            pairs = [(main, copy) for main, copy in left if copy is not None]
+        if pairs:
+            mains, copies = zip(*pairs, strict=True)
+            torch._foreach_copy_(copies, mains)
+
+    def replica_of(self, param: Tensor, replica: Any) -> tuple[int, ...]:
+        """Return the replica id of stored state of a model's parameter, given the parameter's."""
+        return replica if isinstance(replica, tuple) else (replica,)
+
+    def replica_of_matrix(self, param: Tensor, replica: Any) -> tuple[int, ...]:
+        """Return the replica id of state that is not sharded like the parameter."""
+        return self.replica_of(param, replica)
+
+
+def rules_of(storages: Iterable[Storage]) -> Iterator[UpdateRule]:
+    """Yield the update rules of storages, in the order in which they step."""
+    for storage in storages:
+        yield from storage.update_rules
+
+
+def named_gradients(storage: Storage) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each model parameter with the gradient that its main weight steps with."""
+    for item in storage.main_shards():
+        if (grad := storage.gradient_of(item)) is not None:
+            yield item.param, grad
