@@ -106,14 +106,12 @@ def cases() -> dict[str, Callable[[], object]]:
             f"product Q X{kind}": _product(m, k, BF16, add=True, symmetric=False, applies=True),
         }
     for size, kind in ((8192, ""), (8191, ", odd")):
-        for live in (None, torch.zeros(9, dtype=F64)):
-            name = kind if live is None else f"{kind}, live"
-            found |= {
-                f"directions{name}": _pass("mix", size, (F32, BF16, F32, None, F64), live),
-                f"directions, decay{name}": _pass("mix", size, (F32, BF16, F32, F32, F64), live),
-                f"update{name}": _pass("update", size, (F32, BF16, BF16), live),
-                f"Adam{name}": _pass("adam", size, (F32, F32, F32, BF16, F32, F32), live),
-            }
+        found |= {
+            f"directions{kind}": _pass("mix", size, (F32, BF16, F32, None, F64)),
+            f"directions, decay{kind}": _pass("mix", size, (F32, BF16, F32, F32, F64)),
+            f"update{kind}": _pass("update", size, (F32, BF16, BF16)),
+            f"Adam{kind}": _pass("adam", size, (F32, F32, F32, BF16, F32, F32)),
+        }
         found[f"copies{kind}"] = _copies(size)
     x = torch.empty(2, 512, 2048, dtype=BF16)
     sums = torch.empty(2, 16, dtype=F64)
@@ -147,9 +145,7 @@ def _product(
     return launch
 
 
-def _pass(
-    name: str, size: int, dtypes: Sequence[torch.dtype | None], live: Tensor | None
-) -> Callable[[], object]:
+def _pass(name: str, size: int, dtypes: Sequence[torch.dtype | None]) -> Callable[[], object]:
     blocks = -(-size // passes.BLOCK)
 
     def of(dtype: torch.dtype) -> Tensor:
@@ -157,7 +153,7 @@ def _pass(
         return torch.empty(blocks if dtype == F64 else size, dtype=dtype)
 
     lists = [[] if dtype is None else [of(dtype)] for dtype in dtypes]
-    return lambda: triton_passes.launch(name, lists, torch.ones(()), (0.5,) * 9, live)
+    return lambda: triton_passes.launch(name, lists, torch.ones(()), (0.5,) * 9)
 
 
 def _copies(size: int) -> Callable[[], object]:

@@ -27,7 +27,6 @@ SECTIONS = (
     Section("newton_schulz", 45, "time all back ends of Newton-Schulz"),
     Section("reference", 90, "compare one step with float64 on the CPU, in float32 and bfloat16"),
     Section("layouts", 120, "compare updates at all layouts that fit the GPUs"),
-    Section("cuda_graph", 60, "capture orthogonalization and steps in CUDA graphs and replay them"),
     Section("memory", 90, "compare measured memory with the optimizer's own count"),
     Section("quickstart", 150, "train the quickstart and check that its loss falls"),
 )

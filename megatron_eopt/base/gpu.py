@@ -31,51 +31,8 @@ def uploaded(values: Any, device: torch.device) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if device.type == "cuda":
         # a copy from pageable memory would make the host wait
-        tensor = staging.pinned(tensor)
+        tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-class Staging:
-    """Page-locked memory for uploads, also of those that a CUDA graph captures.
-
-    A graph repeats its uploads in each replay. So what they read must stay, and since a capture
-    cannot allocate page-locked memory, it is reserved before.
-    """
-
-    def __init__(self) -> None:
-        self._used = 0  # bytes of the tables that kernels have read since the last reservation
-        self._left = torch.empty(0, dtype=torch.uint8)
-        self._kept: list[Tensor] = []  # what graphs read
-
-    def pinned(self, tensor: Tensor) -> Tensor:
-        """Return a copy in page-locked memory."""
-        if not torch.cuda.is_current_stream_capturing():
-            return tensor.pin_memory()
-        if _padded(tensor) > self._left.numel():
-            raise RuntimeError("a captured step uploads more than twice what a step did before")
-        place, self._left = self._left.tensor_split([_padded(tensor)])
-        self._kept.append(place)
-        return place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-    def note(self, table: Tensor) -> None:
-        """Count a table that a kernel reads; keep it forever if a captured graph reads it."""
-        self._used += _padded(table)
-        if table.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._kept.append(table)
-
-    def reserve(self) -> None:
-        """Provide for a capture of what has been done since the last call, twice over."""
-        wanted, self._used = 2 * self._used, 0
-        if self._left.numel() < wanted:
-            self._left = torch.empty(wanted, dtype=torch.uint8, pin_memory=is_there())
-
-
-def _padded(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // 16) * 16
-
-
-staging = Staging()
-"""That of this process."""
 
 
 class Table:
@@ -83,32 +40,19 @@ class Table:
 
     def __init__(self, values: Any, device: torch.device) -> None:
         self._tensor = uploaded(values, device)
-        self._is_captured = False
         if self._tensor.is_cuda:
-            self._stream, self._is_captured = _stream_of(device)
+            self._stream = torch.cuda.current_stream(device)
             self._arrival = self._stream.record_event()
 
     def on_this_stream(self) -> Tensor:
         """Return it for a kernel that will be launched on the current stream."""
         table = self._tensor
-        staging.note(table)
-        if not table.is_cuda:
-            return table
-        stream, is_captured = _stream_of(table.device)
-        if stream == self._stream:
-            return table
-        # a capture begins when the device is idle, and events do not leave it
-        if is_captured == self._is_captured:
+        stream = torch.cuda.current_stream(table.device) if table.is_cuda else None
+        if stream is not None and stream != self._stream:
             stream.wait_event(self._arrival)
-        if not is_captured:
             # else its memory could be used anew on the stream that uploaded it
             table.record_stream(stream)
         return table
-
-
-def _stream_of(device: torch.device) -> tuple[Any, bool]:
-    """Return the current stream, and whether a graph is being captured."""
-    return torch.cuda.current_stream(device), torch.cuda.is_current_stream_capturing()
 
 
 SIDE_STREAM = "MEGATRON_EOPT_SIDE_STREAM"

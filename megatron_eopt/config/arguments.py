@@ -128,8 +128,7 @@ def scalar_arguments(name: str, settings: RunSettings) -> dict[str, Any]:
         case "adam":
             # torch does not accept integers here
             kwargs["betas"] = (float(config.adam_beta1), float(config.adam_beta2))
-            kwargs |= {"eps": float(config.adam_eps), "capturable": config.optimizer_cuda_graph}
-            return kwargs
+            return kwargs | {"eps": float(config.adam_eps)}
         case "lion":
             return kwargs | {"betas": (config.lion_beta1, config.lion_beta2)}
         case _:

@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any, get_args
 
-import torch
-
 from megatron_eopt.base import gpu, kernels
 from megatron_eopt.base.agreement import gather_objects, is_rank_0
 from megatron_eopt.base.errors import (
@@ -39,7 +37,6 @@ from megatron_eopt.math import (
     ScaleModeT,
     backend_names,
     get_backend,
-    passes,
     resolve_coefficients,
     sound_precision,
 )
@@ -85,6 +82,7 @@ _OPTIMIZER_PREFIXES = ("muon", "adaptive_muon", "lion", "soap", "adam", "sgd")
 _FOR_MATRICES = {
     "use_precision_aware_optimizer": "keeps main weights inside Transformer Engine's Adam",
     "overlap_param_gather_with_optimizer_step": "gathers parameters before all are updated",
+    "optimizer_cuda_graph": "captures steps of megatron-core's own Adam alone",
 }
 
 _FOR_QK_CLIP = {
@@ -104,20 +102,6 @@ _FOR_OVERLAP = {
     "muon_momentum_dtype": "fp32",
 }
 """Values that ``muon_overlap_dp_comm`` needs, because updates are computed before the norm."""
-
-_FOR_GRAPHS = {
-    "fp16": False,
-    "loss_scale": None,
-    "optimizer_cpu_offload": False,
-    "use_precision_aware_optimizer": False,
-    "grad_norm_skip_threshold": math.inf,
-    "log_num_zeros_in_grad": False,
-    "log_optimizer_stats": False,
-    "log_optimizer_memory": False,
-    "muon_overlap_dp_comm": False,
-    "muon_check_fraction": 0.0,
-}
-"""Values that ``optimizer_cuda_graph`` needs: with others, the host takes part in a step."""
 
 _FOR_BUCKETS = {
     "overlap_grad_reduce": True,
@@ -286,23 +270,6 @@ def refuse_for_matrices(config: Any) -> None:
         if getattr(config, name, False):
             rule = f"is not supported with this optimizer because it {reason}"
             raise ConfigurationError(name, True, rule, f"Set {name}=False")
-
-
-def refuse_for_graphs(config: Any) -> None:
-    """Raise a ConfigurationError for the first setting that rules out ``optimizer_cuda_graph``."""
-    if not config.optimizer_cuda_graph:
-        return
-    given = vars(config) | {"loss_scale": config.loss_scale or None}
-    rules = [
-        f"needs {name}={needed!r}"
-        for name, needed in _FOR_GRAPHS.items()
-        if given.get(name, needed) != needed
-    ]
-    if gpu.is_there() and not passes.KERNELS.runs(torch.empty(0, device="cuda")):
-        rules.append("needs GPU kernels, which are turned off or do not work on this machine")
-    if rules:
-        hint = "Change that setting, or turn optimizer_cuda_graph off"
-        raise ConfigurationError("optimizer_cuda_graph", True, rules[0], hint)
 
 
 def refuse_for_overlap(config: Any, parts: Iterable[Any] = (), *, is_served: bool = True) -> None:

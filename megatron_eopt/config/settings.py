@@ -49,7 +49,7 @@ class RunSettings:
     half: Literal["bf16", "fp16"] | None
     loss_scale: LossScale | None
     offload_fraction: float  # share of main weights and state kept in host memory
-    upstream_modes: tuple[str, ...] = ()  # the modes of _UPSTREAM that are on
+    upstream_modes: tuple[str, ...] = ()  # the modes like _UPSTREAM that are on
     prefixes: tuple[str, ...] = ("muon",)  # prefixes of the configuration fields in use
 
     def first_field(self, name: str) -> Any:
@@ -139,7 +139,8 @@ def resolve(config: Any) -> Settings:
     name, storage = _name_and_storage(config)
     standard: dict[str, Any] = {"scalar": name, "prefixes": (name,)}
     # with other optimizers these modes raise an error, or this package has its own
-    standard["upstream_modes"] = tuple(mode for mode in _UPSTREAM if getattr(config, mode))
+    modes = (*_UPSTREAM, "optimizer_cuda_graph") if name == "adam" else _UPSTREAM
+    standard["upstream_modes"] = tuple(mode for mode in modes if getattr(config, mode))
     chosen = standard if name in STANDARD_OPTIMIZERS else _of_emerging(name, config)
     checks.check_values(config, {name, chosen["scalar"]})
     if config.muon_overlap_dp_comm:
@@ -165,7 +166,6 @@ def resolve_run(config: Any) -> RunSettings:
     original, config = config, complete(read_config(config))
     checks.check_values(config, ())
     checks.refuse_for_matrices(config)
-    checks.refuse_for_graphs(config)
     return RunSettings(**_of_the_run(config, original))
 
 

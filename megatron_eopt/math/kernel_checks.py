@@ -120,7 +120,6 @@ class _Pass(NamedTuple):
     dtypes: tuple[torch.dtype | None, ...]
     numbers: tuple[float, ...]
     coefficient: float | None = None
-    is_live: bool = False
 
 
 _ADAM = {"lr": 0.25, "betas": (0.75, 0.5), "eps": 0.25, "weight_decay": 0.25}
@@ -132,13 +131,13 @@ _UPDATE = passes.update_numbers(lr=0.25, decay=0.5)
 _CAUTIOUS = passes.update_numbers(lr=0.25, decay=0.5, cautious=True)
 _PASSES = (
     _Pass("mix", (_F32, _BF16, _F32, None, torch.float64), _MIX, 0.5),
-    _Pass("mix", (_F32, None, _BF16, _F32, None), _DECAYED, is_live=True),
+    _Pass("mix", (_F32, None, _BF16, _F32, None), _DECAYED),
     _Pass("mix", (_F32, _BF16, _F32, None, None), _MIX, math.nan),
     _Pass("update", (_F32, _BF16, _BF16), _UPDATE, 1.0),
-    _Pass("update", (_F32, None, _F32), _CAUTIOUS, is_live=True),
+    _Pass("update", (_F32, None, _F32), _CAUTIOUS),
     _Pass("adam", _OF_ADAM, passes.adam_numbers(_DECOUPLED, cautious=True), 0.5),
     _Pass("adam", _OF_ADAM, passes.adam_numbers(_DECOUPLED)),
-    _Pass("adam", (*_OF_ADAM[:3], None, _F32, _F32), passes.adam_numbers(_L2), is_live=True),
+    _Pass("adam", (*_OF_ADAM[:3], None, _F32, _F32), passes.adam_numbers(_L2)),
 )
 _SIZES = {"aligned": (0, (4096, 64, 2048)), "odd": (1, (5001, 1, 33))}
 """How many elements after an aligned address tensors begin, and their sizes."""
@@ -148,8 +147,7 @@ _SIZES = {"aligned": (0, (4096, 64, 2048)), "odd": (1, (5001, 1, 33))}
 def _passes(device: torch.device) -> Iterator[Case]:
     kept: list[Any] = []  # so that each run has addresses of its own
     for kind, case in product(_SIZES, _PASSES):
-        live = ", live" if case.is_live else ""
-        name = f"{case.name} of {kind} tensors, factor {case.coefficient}{live}"
+        name = f"{case.name} of {kind} tensors, factor {case.coefficient}"
         # an exponential and a root of Adam's are not exact
         most = 1e-6 if case.name == "adam" else 0.0
         run = partial(_passed, case, kind, device, kept)
@@ -161,11 +159,10 @@ def _passed(
     case: _Pass, kind: str, device: torch.device, kept: list[Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
     coefficient = None if case.coefficient is None else torch.tensor(case.coefficient).to(device)
-    live = torch.tensor(case.numbers, dtype=torch.float64).to(device) if case.is_live else None
     found, wanted = _lists(case, kind, device), _lists(case, kind, device)
-    kept += [found, coefficient, live]
+    kept += [found, coefficient]
     operator = getattr(torch.ops.megatron_eopt, case.name)
-    operator(*found, coefficient, case.numbers, live)
+    operator(*found, coefficient, case.numbers)
     passes.ON_HOST[case.name](wanted, coefficient, case.numbers)
     if case.name == "mix" and wanted[4]:
         for out, sums in zip(wanted[1], wanted[4], strict=True):

@@ -9,11 +9,6 @@ Note [Coefficients]
     been done in place, but leaves the gradients unchanged. If the coefficient is nan, a pass writes
     nothing. So a step can be launched before the host knows whether it must be skipped.
 
-Note [Live numbers]
-    A pass can read its numbers (rates, decays) from a tensor ``live`` on the device. Then it is an
-    operator on every device, and one that a CUDA graph captured reads what ``live`` holds when the
-    graph is replayed. Results have the bits that the same numbers give on the host.
-
 Note [Cautious weight decay]
     A weight decays only where its update does not have the opposite sign, so only where the step
     moves it toward zero anyway: ``p <- p - lr (u + decay [u p >= 0] p)``. This is the definition of
@@ -31,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.kernels import Family
 
 KERNELS = Family("momentum, weight and Adam updates")
@@ -53,18 +47,13 @@ _NAMES = {
 
 
 def _launch(name: str, *arguments: Any) -> None:
-    *lists, coefficient, numbers, live = arguments
-    first = lists[0][0]
-    if live is not None and not KERNELS.runs(first):
-        ON_HOST[name](lists, coefficient, live.tolist())
-        return
+    *lists, coefficient, numbers = arguments
     module = "megatron_eopt.math.triton_passes"
-    KERNELS.call(first, module, "launch", name, lists, coefficient, numbers, live)
+    KERNELS.call(lists[0][0], module, "launch", name, lists, coefficient, numbers)
 
 
 def _register(name: str) -> None:
-    numbers = "Tensor? coefficient, float[] numbers, Tensor? live"
-    _library.define(f"{name}({_NAMES[name]}, {numbers}) -> ()")
+    _library.define(f"{name}({_NAMES[name]}, Tensor? coefficient, float[] numbers) -> ()")
     _library.impl(name, lambda *args: _launch(name, *args), "CompositeExplicitAutograd")
     torch.library.register_fake(f"megatron_eopt::{name}", lambda *_: None, lib=_library)
 
@@ -87,7 +76,6 @@ class MomentumMixing(NamedTuple):
     momentum: float
     nesterov: bool
     decay: float = 0.0
-    decays: bool = False  # whether ``decay`` counts although it is 0, since it may change
 
     @property
     def numbers(self) -> tuple[float, float, float]:
@@ -103,17 +91,16 @@ def mix_(
     coefficient: Tensor | None,
     how: MomentumMixing,
     sums: Sequence[Tensor | None] = (),
-    live: Tensor | None = None,
 ) -> None:
     """Update momenta with gradients, and write rounded directions to ``outs``, if not None.
 
     ``sums`` get the sums of squares of each :data:`BLOCK` numbers of directions; see
-    :func:`empty_sums`. ``live`` has :attr:`MomentumMixing.numbers`; see Note [Live numbers].
+    :func:`empty_sums`.
     """
-    decayed = weights if how.decay or how.decays else [None] * len(weights)
+    decayed = weights if how.decay else [None] * len(weights)
     for lists in _alike(momenta, outs, grads, decayed, sums or [None] * len(weights)):
-        if _is_operator(lists[:-1], live):
-            torch.ops.megatron_eopt.mix(*lists, coefficient, how.numbers, live)
+        if _is_served(lists[:-1]):
+            torch.ops.megatron_eopt.mix(*lists, coefficient, how.numbers)
         else:
             _mix(lists[:-1], coefficient, how.numbers)
 
@@ -155,19 +142,17 @@ def update_(
     coefficient: Tensor | None,
     lr: float,
     decay: float,
-    live: Tensor | None = None,
     *,
     cautious: bool = False,
 ) -> None:
     """Do ``p -= decay p`` and ``p -= lr u``, each rounded; round the result into ``copies``.
 
-    ``live`` has :func:`update_numbers`; see Note [Live numbers]. ``cautious``: see Note [Cautious
-    weight decay].
+    ``cautious``: see Note [Cautious weight decay].
     """
     numbers = update_numbers(lr, decay, cautious=cautious)
     for lists in _alike(weights, copies, updates):
-        if _is_operator(lists, live):
-            torch.ops.megatron_eopt.update(*lists, coefficient, numbers, live)
+        if _is_served(lists):
+            torch.ops.megatron_eopt.update(*lists, coefficient, numbers)
         else:
             _update(lists, coefficient, numbers)
 
@@ -214,22 +199,21 @@ def adam_(
     largest: list[Tensor],
     coefficient: Tensor | None,
     group: Mapping[str, Any],
-    live: Tensor | None = None,
     *,
     cautious: bool = False,
 ) -> None:
     """Run an Adam step with the settings of a torch parameter group.
 
     ``lists`` are weights, first and second moments, copies, gradients and step counts. ``largest``
-    has the largest second moments of AMSGrad. ``live`` has :func:`adam_numbers`; see Note
-    [Live numbers]. ``cautious``, for decoupled weight decay: see Note [Cautious weight decay].
+    has the largest second moments of AMSGrad. ``cautious``, for decoupled weight decay: see Note
+    [Cautious weight decay].
     """
     # what the kernel does not know is left to torch
     is_plain = not (largest or group["maximize"] or isinstance(group["lr"], Tensor))
     every = (*lists, largest or [None] * len(lists[0]))
     columns = zip(*map(_in_memory_order, zip(*every, strict=True)), strict=True)
     for *part, most in _alike(*columns):
-        if not (is_plain and _is_operator(part, live)):
+        if not (is_plain and _is_served(part)):
             _adam(part, most, coefficient, group, cautious=cautious)
             continue
         one = torch.ones_like(part[-1][0])
@@ -237,7 +221,7 @@ def adam_(
         done = one if coefficient is None else (coefficient == coefficient).float()
         torch._foreach_add_(part[-1], [done] * len(part[-1]))
         numbers = adam_numbers(group, cautious=cautious)
-        torch.ops.megatron_eopt.adam(*part, coefficient, numbers, live)
+        torch.ops.megatron_eopt.adam(*part, coefficient, numbers)
 
 
 def adam_numbers(group: Mapping[str, Any], *, cautious: bool = False) -> tuple[float, ...]:
@@ -263,7 +247,7 @@ def _adam_on_host(
 
 
 ON_HOST = {"mix": _mix, "update": _update, "adam": _adam_on_host}
-"""What operators with live numbers run where no kernel does; with what kernels are compared."""
+"""With what kernels are compared."""
 
 
 def _adam(
@@ -332,17 +316,6 @@ def _alike(*lists: Sequence[Tensor | None]) -> Iterator[list[list[Tensor]]]:
     for key, rows in found.items():
         columns = zip(key, zip(*rows, strict=True), strict=True)
         yield [[] if dtype is None else list(column) for dtype, column in columns]
-
-
-def _is_operator(lists: Sequence[Sequence[Tensor]], live: Tensor | None) -> bool:
-    """Return whether a pass is one operator: for a kernel, or with live numbers."""
-    if live is None or not lists[0][0].is_cuda:
-        return live is not None or _is_served(lists)
-    if not _is_served(lists):
-        found = [str(some[0].dtype) for some in lists if some]
-        rule = f"needs contiguous tensors of at most 32 bits, but some of {found} are not"
-        raise ConfigurationError("optimizer_cuda_graph", True, rule, "Turn it off")
-    return True
 
 
 def _is_served(lists: Sequence[Sequence[Tensor]]) -> bool:

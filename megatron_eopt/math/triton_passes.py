@@ -74,12 +74,6 @@ def _lerp(start, end, weight):
 
 
 @triton.jit
-def _number(numbers, live, index: tl.constexpr):
-    """Return a number in float32, from the device if it is live."""
-    return numbers[index] if live is None else tl.load(live + index).to(tl.float32)
-
-
-@triton.jit
 def _decayed(weight, update, decay, cautious):
     """Decay weights; see Note [Cautious weight decay] of passes.py."""
     opposed = ((update > 0) & (weight < 0)) | ((update < 0) & (weight > 0))
@@ -88,9 +82,7 @@ def _decayed(weight, update, decay, cautious):
 
 
 @triton.jit
-def mix(
-    programs, table, count, coefficient, numbers, live, dtypes: tl.constexpr, aligned: tl.constexpr
-):
+def mix(programs, table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr):
     """Update momenta and write directions, and the sum of squares of each block of these.
 
     Lists: momenta, directions, gradients, weights, sums.
@@ -101,16 +93,16 @@ def mix(
     grad = _scaled(grads, mask, coefficient, dtypes[2])
     if dtypes[3] is not None:
         weight = tl.load(_at(table, 4 * count, number, dtypes[3], aligned) + places, mask=mask)
-        grad = tl.fma(weight.to(tl.float32), _number(numbers, live, 2), grad)
+        grad = tl.fma(weight.to(tl.float32), numbers[2], grad)
         # as torch: a sum of two bfloat16 tensors is rounded, one of bfloat16 and float32 is float32
         if dtypes[3] == dtypes[2]:
             grad = grad.to(dtypes[2])
     grad = grad.to(dtypes[0]).to(tl.float32)
-    start, share = tl.load(kept, mask=mask).to(tl.float32), _number(numbers, live, 0)
+    start, share = tl.load(kept, mask=mask).to(tl.float32), numbers[0]
     mixed = _lerp(start, grad, share).to(dtypes[0])
     tl.store(kept, mixed, mask=mask)
     if dtypes[1] is not None:
-        found = _lerp(grad, mixed.to(tl.float32), _number(numbers, live, 1))
+        found = _lerp(grad, mixed.to(tl.float32), numbers[1])
         found = found.to(dtypes[0]).to(dtypes[1])
         tl.store(_at(table, 2 * count, number, dtypes[1], aligned) + places, found, mask=mask)
         if dtypes[4] is not None:
@@ -123,7 +115,7 @@ def mix(
 
 @triton.jit
 def update(
-    programs, table, count, coefficient, numbers, live, dtypes: tl.constexpr, aligned: tl.constexpr
+    programs, table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr
 ):
     """Decay weights and add updates; lists: weights, 16-bit weights, updates."""
     number, places, mask = _place(programs, table, coefficient, aligned)
@@ -134,9 +126,9 @@ def update(
         step = step.to(dtypes[0])
     step = step.to(tl.float32)
     weight = tl.load(weights, mask=mask).to(tl.float32)
-    weight = _decayed(weight, step, _number(numbers, live, 0), _number(numbers, live, 2))
+    weight = _decayed(weight, step, numbers[0], numbers[2])
     weight = weight.to(dtypes[0]).to(tl.float32)
-    weight = tl.fma(step, _number(numbers, live, 1), weight).to(dtypes[0])
+    weight = tl.fma(step, numbers[1], weight).to(dtypes[0])
     tl.store(weights, weight, mask=mask)
     if dtypes[1] is not None:
         rounded = weight.to(dtypes[1])
@@ -144,9 +136,7 @@ def update(
 
 
 @triton.jit
-def adam(
-    programs, table, count, coefficient, numbers, live, dtypes: tl.constexpr, aligned: tl.constexpr
-):
+def adam(programs, table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr):
     """Run an Adam step; lists: weights, both moments, 16-bit weights, gradients, step counts."""
     number, places, mask = _place(programs, table, coefficient, aligned)
     steps = tl.load(_at(table, 6 * count, number, dtypes[5], False)).to(tl.float64)
@@ -156,18 +146,18 @@ def adam(
     grads = _at(table, 5 * count, number, dtypes[4], aligned) + places
     grad = _scaled(grads, mask, coefficient, dtypes[4])
     weight = tl.load(weights, mask=mask).to(tl.float32)
-    grad = tl.fma(weight, _number(numbers, live, 2), grad)
+    grad = tl.fma(weight, numbers[2], grad)
     first = tl.load(firsts, mask=mask).to(tl.float32)
     second = tl.load(seconds, mask=mask).to(tl.float32)
     # numbers 3 and 4 are 1 - beta; from a float32 0.999 it would have a relative error of 1.3e-5
-    first = tl.fma(grad - first, _number(numbers, live, 3), first)
-    second = tl.fma(grad * grad - second, _number(numbers, live, 4), second)
-    weight = _decayed(weight, first, _number(numbers, live, 1), _number(numbers, live, 8))
+    first = tl.fma(grad - first, numbers[3], first)
+    second = tl.fma(grad * grad - second, numbers[4], second)
+    weight = _decayed(weight, first, numbers[1], numbers[8])
     # in float32, 1 - beta^steps could lose all its digits
-    lr, log1, log2 = _number(numbers, live, 0), _number(numbers, live, 5), _number(numbers, live, 6)
+    lr, log1, log2 = numbers[0], numbers[5], numbers[6]
     rate = (lr / (1 - tl.exp2(steps * log1))).to(tl.float32)
     root = tl.sqrt(1 - tl.exp2(steps * log2)).to(tl.float32)
-    divisor = tl.div_rn(tl.sqrt_rn(second), root) + _number(numbers, live, 7)
+    divisor = tl.div_rn(tl.sqrt_rn(second), root) + numbers[7]
     weight = (weight - tl.div_rn(rate * first, divisor)).to(dtypes[0])
     tl.store(weights, weight, mask=mask)
     tl.store(firsts, first.to(dtypes[1]), mask=mask)
@@ -196,7 +186,6 @@ def launch(
     lists: Sequence[Sequence[Tensor]],
     coefficient: Tensor | None,
     numbers: Sequence[float],
-    live: Tensor | None,
 ) -> None:
     """Launch the kernel of this name over lists of tensors; all but the first list may be empty.
 
@@ -222,7 +211,6 @@ def launch(
             len(rows),
             coefficient,
             tuple(np.array(numbers, np.float32).tolist()),  # kernels take float32
-            live,
             dtypes,
             aligned,
             num_warps=8,

@@ -299,15 +299,6 @@ class NorMuonRule(MatrixMomentRule):
             self._flat = torch.where(self.coefficient.isnan(), self._flat, self._new)
         super()._end(stepped)
 
-    def can_be_captured(self, groups: Sequence[ParamGroup]) -> bool:
-        """Whether this is NorMuon itself."""
-        return type(self) is NorMuonRule and self.optimizer.steps_in_pieces()
-
-    def captured(self, groups: Sequence[ParamGroup]) -> Any:
-        """Return settings of the optimizer, and of statistics."""
-        settings = [_settings(group) for group in groups]
-        return super().captured(groups), settings, self.optimizer.bias_correction
-
 
 class NamoRule(MatrixMomentRule):
     """NAMO: scales whole matrices by norms that are known before orthogonalization."""

@@ -16,9 +16,8 @@ from megatron_eopt.base.names import (
     STEP,
 )
 from megatron_eopt.base.nested_state import by_rows, leaves
-from megatron_eopt.math.passes import adam_, adam_numbers
+from megatron_eopt.math.passes import adam_
 from megatron_eopt.optimizers.host_memory import HostMemory
-from megatron_eopt.optimizers.live_numbers import LiveNumbers
 from megatron_eopt.optimizers.update_rule import (
     InitState,
     ParamGroup,
@@ -46,7 +45,6 @@ class _InOnePass(torch.optim.Adam):
     """
 
     coefficient: Tensor | None = None
-    live: LiveNumbers | None = None
 
     def __init__(
         self, params: ParamsT, *args: Any, cautious_weight_decay: bool = False, **kwargs: Any
@@ -55,9 +53,6 @@ class _InOnePass(torch.optim.Adam):
         if cautious_weight_decay:
             check_cautious(CAUTIOUS_DECAY, decoupled=self.defaults["decoupled_weight_decay"])
         self.cautious_weight_decay = cautious_weight_decay
-
-    def _numbers(self, group: ParamGroup) -> tuple[float, ...]:
-        return adam_numbers(group, cautious=self.cautious_weight_decay)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -70,11 +65,8 @@ class _InOnePass(torch.optim.Adam):
             self._init_group(group, *found)  # type: ignore[no-untyped-call]
             params, grads, firsts, seconds, largest, steps = found
             lists = (params, firsts, seconds, list(map(model_copy_of, params)), grads, steps)
-            live = None
-            if self.live is not None and params:
-                live = self.live.of("adam", group, params[0].device, self._numbers)
             cautious = self.cautious_weight_decay
-            adam_(lists, largest, self.coefficient, group, live, cautious=cautious)
+            adam_(lists, largest, self.coefficient, group, cautious=cautious)
         return loss
 
 
@@ -113,19 +105,6 @@ class ElementWiseRule(UpdateRule):
         self._coefficient = value
         if self.folds_clipping:
             self._optimizer.coefficient = value
-
-    def read_live(self, live: LiveNumbers) -> None:
-        """Read rates from ``live`` in all steps."""
-        super().read_live(live)
-        self._optimizer.live = live
-
-    def can_be_captured(self, groups: Sequence[ParamGroup]) -> bool:
-        """Whether this is Adam in one pass."""
-        return self.folds_clipping and not any(map(any, self.captured(groups)))
-
-    def captured(self, groups: Sequence[ParamGroup]) -> Any:
-        """Return settings that the pass does not read from the device."""
-        return [(group["amsgrad"], group["maximize"]) for group in groups]
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create the state of every tensor, each with its own step counter."""

@@ -28,9 +28,8 @@ from torch import Tensor
 from megatron_eopt.base.gpu import SideStream
 from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.math.passes import MomentumMixing, empty_sums, mix_, update_, update_numbers
+from megatron_eopt.math.passes import MomentumMixing, empty_sums, mix_, update_
 from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
-from megatron_eopt.optimizers.live_numbers import NumbersOf
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import RoundedMomentum
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats
@@ -419,9 +418,8 @@ class MuonRule(UpdateRule):
             weights = [item.param for item in members]
             # settings are read from the group in each step, so that they can be changed meanwhile
             how = self._mixing(group, nesterov)
-            live = self._live("mix", group, lambda its: self._mixing(its, nesterov).numbers)
             # gradients are not clipped yet: the pass multiplies them by the coefficient
-            mix_(mine, outs, grads, weights, self.coefficient, how, sums, live)
+            mix_(mine, outs, grads, weights, self.coefficient, how, sums)
             for item, kept, out in zip(members, mine, outs, strict=True):
                 found[item.number] = kept if out is None else out.view(kept.shape)
         return found
@@ -478,11 +476,6 @@ class MuonRule(UpdateRule):
             self._write(held.items, held.updates)
 
     def _write(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
-        cautious = self.optimizer.cautious_weight_decay
-
-        def numbers(group: ParamGroup) -> tuple[float, ...]:
-            return update_numbers(*self._rates(group), cautious=cautious)
-
         for group, members in _by_group(stepped):
             params = [item.param for item in members]
             update_(
@@ -492,8 +485,7 @@ class MuonRule(UpdateRule):
                 [updates[item.number] for item in members],
                 self.coefficient,
                 *self._rates(group),
-                self._live("update", group, numbers),
-                cautious=cautious,
+                cautious=self.optimizer.cautious_weight_decay,
             )
 
     def _rates(self, group: Mapping[str, Any]) -> tuple[float, float]:
@@ -505,23 +497,7 @@ class MuonRule(UpdateRule):
     def _mixing(self, group: Mapping[str, Any], nesterov: bool) -> MomentumMixing:
         is_l2 = self.optimizer.weight_decay_method == "l2"
         decay = group["weight_decay"] if is_l2 else 0.0
-        return MomentumMixing(group["momentum"], nesterov, decay, is_l2 and self.live is not None)
-
-    def _live(self, name: str, group: ParamGroup, numbers: NumbersOf) -> Tensor | None:
-        """Return the tensor with a pass's numbers, if steps may be captured."""
-        if self.live is None:
-            return None
-        return self.live.of(name, group, self.engine.device, numbers)
-
-    def can_be_captured(self, groups: Sequence[ParamGroup]) -> bool:
-        """Whether this is Muon itself."""
-        return type(self) is MuonRule and self.optimizer.steps_in_pieces()
-
-    def captured(self, groups: Sequence[ParamGroup]) -> Any:
-        """Return settings of the optimizer."""
-        optimizer = self.optimizer
-        decay = optimizer.weight_decay_method, optimizer.cautious_weight_decay
-        return optimizer.nesterov, decay, optimizer.orthogonalization
+        return MomentumMixing(group["momentum"], nesterov, decay)
 
     def _update(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]

@@ -47,16 +47,12 @@ def build_scalar_optimizer(
         # torch has no Lion; this is also the class that megatron-core builds
         lion: torch.optim.Optimizer = Lion(groups, **kwargs | arguments)
         return lion
-    if plain:
-        kwargs.pop("capturable", None)
     is_fused = not (plain or megatron_optimizer.USING_PYTORCH_OPTIMIZER)
-    # in a CUDA graph, other classes keep their rates, or cannot skip a step
-    in_graphs = settings.config.optimizer_cuda_graph and not plain
     # other classes have no such weight decay
-    only_ours = in_graphs or settings.config.cautious_weight_decay
-    is_ours = name == "adam" and (only_ours or (settings.config.fused_adam and not is_fused))
+    cautious = settings.config.cautious_weight_decay
+    is_ours = name == "adam" and (cautious or (settings.config.fused_adam and not is_fused))
     if is_ours:
-        kwargs |= {"fused": True, CAUTIOUS_DECAY: settings.config.cautious_weight_decay}
+        kwargs |= {"fused": True, CAUTIOUS_DECAY: cautious}
     elif detect_fake_mode() is not None and not (is_fused or plain):
         # on GPU tensors torch chooses this by itself, but not on fake ones
         kwargs["foreach"] = True

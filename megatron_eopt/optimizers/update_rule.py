@@ -61,7 +61,6 @@ from megatron_eopt.layouts import Redistribution
 from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings
-from megatron_eopt.optimizers.live_numbers import LiveNumbers
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.step_stats import StepStats
 from megatron_eopt.storage.shard import Shard
@@ -110,7 +109,6 @@ class UpdateRule:
     # factor on gradients, a 0-D tensor; nan skips the step, None is 1; the chain sets it for a step
     # (`clipped` of wrappers/gradients.py)
     coefficient: Tensor | None = None
-    live: LiveNumbers | None = None  # where a step reads rates, if it may be captured
     optional_state: frozenset[str] = frozenset()  # kinds of state that a checkpoint may lack
 
     def __init__(self, name: str, shards: Sequence[Shard]) -> None:
@@ -130,22 +128,6 @@ class UpdateRule:
     def schedules(self) -> list[Schedule]:
         """Which rank computes which matrices, and what is sent, for each group of ranks."""
         return []
-
-    def can_be_captured(self, groups: Sequence[ParamGroup]) -> bool:
-        """Whether a CUDA graph of its step does the same when replayed, with other :attr:`live`.
-
-        Then the step reads nothing on the host that may change, except what :meth:`captured` has.
-        A subclass answers for itself only, because its hooks may read more.
-        """
-        return False
-
-    def read_live(self, live: LiveNumbers) -> None:
-        """Read rates from ``live`` in all steps."""
-        self.live = live
-
-    def captured(self, groups: Sequence[ParamGroup]) -> Any:
-        """Return the settings that a replay takes from its capture, to notice that they change."""
-        return None
 
     def measure(self, stats: StepStats | None) -> None:
         """Measure the following steps with ``stats``; None stops measuring."""

@@ -45,7 +45,6 @@ from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.storage.interface import finish_gathers, gather_buckets
 from megatron_eopt.wrappers.gradients import GradNorm, clipped, folds_clipping, non_finite, unscale_
-from megatron_eopt.wrappers.graphs import CapturedSteps
 from megatron_eopt.wrappers.memory import Memory, memory_of
 from megatron_eopt.wrappers.overlap import Overlap
 from megatron_eopt.wrappers.stats import Stats
@@ -113,17 +112,7 @@ class OptimizerChain(ChainedOptimizer):
         self._last_norm = math.inf
         # norms of the last step, until the host reads them
         self._unread: dict[str | None, GradNorm] = {}
-        self._graphs: CapturedSteps | None = None
-        if settings.config.optimizer_cuda_graph:
-            self._graphs = CapturedSteps(self)
         remember(model_chunks, self)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; what takes the place of ``step`` may be a CUDA graph of it."""
-        graphs = vars(self).get("_graphs")
-        if name == "step" and graphs is not None:
-            value = graphs.around(value)
-        super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise a ConfigurationTypeError, because copies could not step."""
@@ -188,8 +177,6 @@ class OptimizerChain(ChainedOptimizer):
                 rank with the same names, and no weight or state has changed. If the norm is a
                 tensor, the next step raises the error.
         """
-        if self._graphs is not None:
-            return self._graphs.step()
         with self._stats.collecting() if self.collects_stats else nullcontext():
             if not self.settings.config.log_optimizer_memory or self._transient is not None:
                 return self._prepared_step()
@@ -235,12 +222,8 @@ class OptimizerChain(ChainedOptimizer):
             done = self.step_with_ready_grads()
         if late:
             norms[None].send()
-            self.keep_unread(norms)
+            self._unread = norms
         return done, found, zeros
-
-    def keep_unread(self, norms: dict[str | None, GradNorm]) -> None:
-        """Let the next step read these norms."""
-        self._unread = norms
 
     def _has_copies(self) -> bool:
         groups = [child.get_grad_stats_parallel_group() for child in self.chained_optimizers]
@@ -294,7 +277,7 @@ class OptimizerChain(ChainedOptimizer):
     def step_with_ready_grads(self) -> bool:
         """Step all optimizers, then gather parameters unless the forward pass does."""
         check_may_step(self)
-        self.warn_of_unfrozen()
+        self._frozen.warn()
         self._found_inf = None
         if self._overlap is not None:
             # gathers each bucket itself
@@ -306,10 +289,6 @@ class OptimizerChain(ChainedOptimizer):
             child.step_in_chain()
         self.gather_params()
         return True
-
-    def warn_of_unfrozen(self) -> None:
-        """Log a warning if parameters have been unfrozen, which no optimizer updates."""
-        self._frozen.warn()
 
     def gather_params(self, *, now: bool = False) -> None:
         """Gather stepped weights to all ranks, ``now`` even if hooks would do so; collective."""
@@ -551,10 +530,6 @@ class OptimizerChain(ChainedOptimizer):
         self.skipped_steps += 1
         if self._overlap is not None:
             self._overlap.forget()
-        if self._graphs is not None:
-            # a trainer that has cleared gradients since has left them in DDP's buffers
-            for storage in self.chained_optimizers:
-                storage.collect_gradients()
         found = non_finite(self.chained_optimizers, names_in(self._named_chunks), norms)
         # all gradients can be finite while the sum of their squares overflows float32
         raise NonFiniteError("gradients" if found else "norm", sorted(found) or ["all gradients"])

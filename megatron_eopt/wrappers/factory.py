@@ -21,7 +21,7 @@ from megatron_eopt.base.names import CAUTIOUS_DECAY, STANDARD_OPTIMIZERS
 from megatron_eopt.base.place import refuse_part
 from megatron_eopt.base.upstream import find_upstream, require_upstream
 from megatron_eopt.config.arguments import arguments_of
-from megatron_eopt.config.checks import check_alike, refuse_for_graphs, refuse_for_matrices
+from megatron_eopt.config.checks import check_alike, refuse_for_matrices
 from megatron_eopt.config.registry import Overrides, is_muon, state_layout_of
 from megatron_eopt.config.settings import Settings, resolve
 from megatron_eopt.math import resolve_coefficients, sound_precision
@@ -129,7 +129,7 @@ def get_megatron_optimizer(
             pg_collection,
             folder,
         )
-    raise_together(lambda: refuse_for_graphs(settings.config))
+    raise_together(lambda: refuse_for_matrices(settings.config))
     context = OptimizerBuildContext(
         settings, routing, model_chunks, pg_collection, use_gloo_process_groups
     )
@@ -220,8 +220,6 @@ def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
         for param, name in routing.names.items():
             refuse_part(param, name)
         check_dtypes(routing.names, "The distributed optimizer")
-        if mixed:
-            refuse_for_matrices(settings.config)
         found = optimizer_specs(settings, routing, model_chunks, collection, stand_ins=True)
         kinds = {getattr(spec.optimizer, "momentum_dtype", "fp32") for spec in found}
         if settings.config.muon_overlap_dp_comm and (rounded := kinds - {"fp32"}):

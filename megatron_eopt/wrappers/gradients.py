@@ -143,14 +143,13 @@ class GradNorm:
             if not math.isfinite(norm)
         }
 
-    def factor(self, most: float | Tensor) -> Tensor:
+    def factor(self, most: float) -> Tensor:
         """Return ``min(1, most / (norm + 1e-6))``, float32 of shape () on the device.
 
-        It is 1 if ``most`` is 0 or a tensor of inf, and NaN if the norm is not finite.
+        It is 1 if ``most`` is 0, and NaN if the norm is not finite.
         """
-        if not isinstance(most, Tensor):
-            most = torch.full_like(self.value, most or math.inf)
-        scale = torch.div(most, self.value + _MARGIN).clamp_(max=1.0)
+        limit = torch.full_like(self.value, most or math.inf)
+        scale = torch.div(limit, self.value + _MARGIN).clamp_(max=1.0)
         # inf - inf and nan - nan are nan
         return (scale + (self.value - self.value)).float()
 
@@ -182,7 +181,7 @@ def folds_clipping(storage: Storage) -> bool:
 @contextmanager
 def clipped(
     storages: Sequence[Storage],
-    most: float | Tensor,
+    most: float,
     norms: Mapping[str | None, GradNorm],
     *,
     fold: bool,
@@ -191,8 +190,7 @@ def clipped(
 
     Args:
         storages: The optimizers of the chain.
-        most: Largest norm; 0 turns clipping off. If a tensor (inf turns clipping off), all update
-            rules must fold clipping, and the host does not wait.
+        most: Largest norm; 0 turns clipping off.
         norms: The norm of each special group by its name, and of all other gradients by None.
         fold: Whether update rules that support it clip while they read gradients.
     """
@@ -202,12 +200,10 @@ def clipped(
         if fold and update_rule.folds_clipping:
             # `factor(0)` is 1, or NaN if the norm is not finite, so that the rule writes nothing
             factor = factors[None] if update_rule.is_clipped else norms[None].factor(0.0)
-            is_known = not isinstance(most, Tensor) and not _counts(factor)
-            update_rule.coefficient = None if is_known else factor
+            update_rule.coefficient = factor if _counts(factor) else None
     name_of = require_upstream("GRAD_NORM_GROUP_ATTR")
-    unfolded = not isinstance(most, Tensor) and most > 0
     by_norm: dict[str | None, list[Tensor]] = {}
-    for param in (param for storage in storages for param in _scaled(storage)) if unfolded else ():
+    for param in (param for storage in storages for param in _scaled(storage)) if most > 0 else ():
         if param.grad is not None:
             name = getattr(param, name_of, None)
             by_norm.setdefault(name, []).append(local_of(param.grad).detach())

@@ -15,7 +15,6 @@ from megatron_eopt.base.agreement import gather_objects, raise_together, raise_t
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import PLACE_ATTRIBUTE
 from megatron_eopt.base.place import place_of
-from megatron_eopt.config.checks import refuse_for_matrices
 from megatron_eopt.layouts import Layout, block_layout
 from megatron_eopt.layouts.plan import sum_of_weights
 from megatron_eopt.matrices import Split
@@ -177,11 +176,9 @@ def build_sharded(
     settings, routing = context.settings, context.routing
 
     def check() -> None:
-        refuse_for_matrices(settings.config)
         off_loads = settings.offload_fraction > 0
         overlaps = settings.config.muon_overlap_dp_comm
         modes = {"optimizer_cpu_offload": off_loads, "muon_overlap_dp_comm": overlaps}
-        modes["optimizer_cuda_graph"] = settings.config.optimizer_cuda_graph
         for name in (name for name, is_on in modes.items() if is_on):
             rule = "is not supported by this storage"
             raise ConfigurationError(name, True, rule, f"Set {name}=False")

@@ -56,7 +56,7 @@ def test_every_back_end_has_its_row(context, monkeypatch):
     assert row["tflops"] == pytest.approx(flops / row["milliseconds"] / 1e9)
 
 
-USUAL = ["step", "replay", "cuda_graph"]
+USUAL = ["step", "replay"]
 OTHERS = [section.name for section in SECTIONS if section.name not in USUAL]
 
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
+from megatron_eopt import ConfigurationError
 from megatron_eopt.base import gpu, kernels
-from megatron_eopt.config.checks import refuse_for_graphs
 from megatron_eopt.layouts import redistribution
 from megatron_eopt.layouts.redistribution import run_copies
 from megatron_eopt.math import norms, passes, products
@@ -144,18 +143,6 @@ def test_what_another_rank_cannot_use_counts_for_one_build(monkeypatch):
         assert passes.KERNELS.runs(X)
 
 
-def test_graphs_need_kernels(monkeypatch):
-    config = EmergingOptimizerConfig(optimizer_cuda_graph=True)
-    monkeypatch.setattr(gpu, "is_there", lambda: True)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **_: empty(*size))
-    with checked_kernels():
-        refuse_for_graphs(config)
-        monkeypatch.setenv(kernels.SWITCH, "0")
-        with pytest.raises(ConfigurationError, match="optimizer_cuda_graph=True: needs GPU kern"):
-            refuse_for_graphs(config)
-
-
 def test_a_gpu_without_matrix_units_multiplies_by_torch_and_nobody_is_warned(monkeypatch, caplog):
     with checked_kernels():
         for capability, served in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
@@ -225,23 +212,17 @@ class Stream:
 
 def test_a_table_that_another_stream_uploaded_is_waited_for(monkeypatch):
     main, side = Stream(), Stream()
-    now = SimpleNamespace(stream=main, is_capturing=False)
+    now = SimpleNamespace(stream=main)
     used: list[Any] = []
     tensor = SimpleNamespace(is_cuda=True, nbytes=8, device="cuda", record_stream=used.append)
     monkeypatch.setattr(gpu, "uploaded", lambda values, device: tensor)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now.stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.is_capturing)
-    monkeypatch.setattr(gpu, "staging", gpu.Staging())
     table = gpu.Table(None, torch.device("cuda"))
     assert table.on_this_stream() is tensor
     assert (main.waited, used) == ([], [])
     now.stream = side
     assert table.on_this_stream() is tensor
     # its memory is not used anew before that, either
-    assert (side.waited, used) == ([main], [side])
-    # before a capture the device was idle, and an event from outside would end the capture
-    now.is_capturing = True
-    assert table.on_this_stream() is tensor
     assert (side.waited, used) == ([main], [side])
 
 

@@ -67,12 +67,19 @@ def clips(name: str, where: str = "config", storage: str = "sharded", **fields: 
 FROM_TRANSFORMER_ENGINE = "use_precision_aware_optimizer"
 GATHERS_EARLY = "overlap_param_gather_with_optimizer_step"
 REUSES = "reuse_grad_buf_for_mxfp8_param_ag"
+CAPTURES = "optimizer_cuda_graph"
 
 MODES = [
     # optimizers of matrices in shares of Megatron's buffers
     flag("sharded", FROM_TRANSFORMER_ENGINE),
     flag("sharded", REUSES),
     flag("sharded", GATHERS_EARLY),
+    flag("sharded", CAPTURES),
+    flag("replicated", CAPTURES),
+    *(
+        Mode(storage, f"{CAPTURES}=True", {"optimizer": "sgd", CAPTURES: True})
+        for storage in ("sharded", "replicated")
+    ),
     Mode("sharded", f"DistributedDataParallelConfig.{REUSES}=True", ddp={REUSES: True}),
     # a step that begins before the gradient norm is known
     overlap("fp16=False", config={"fp16": True}),
@@ -113,7 +120,7 @@ MODES = [
             "fp16": True,
             "loss_scale": 8.0,
             FROM_TRANSFORMER_ENGINE: True,
-            "optimizer_cuda_graph": True,
+            CAPTURES: True,
             GATHERS_EARLY: True,
             "muon_skip_grad_clip": True,
             "muon_tp_mode": "blockwise",
@@ -249,7 +256,7 @@ def test_steps_may_have_no_largest_norm() -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", ["use_precision_aware_optimizer", "optimizer_cpu_offload", GATHERS_EARLY]
+    "mode", [FROM_TRANSFORMER_ENGINE, "optimizer_cpu_offload", GATHERS_EARLY, CAPTURES]
 )
 def test_a_mode_of_adam_that_only_megatron_serves(mode: str) -> None:
     config = OptimizerConfig(optimizer="adam", lr=0.1)

@@ -96,44 +96,6 @@ def test_off_loaded_state_rests_on_the_host(name):
     assert reads <= NORM
 
 
-CAPTURED = {
-    "Muon": Case("muon", GATED),
-    "NorMuon": Case("adaptive_muon", GATED),
-    "Adam": Case("adam", GATED),
-    "momentum in bf16": Case("muon", GATED, config={"muon_momentum_dtype": "bf16"}),
-    "momentum in int8": Case("muon", GATED, config={"muon_momentum_dtype": "int8"}),
-    "tensor parallel": Case("muon", GATED, {"tp": 2}, config={"muon_tp_mode": "distributed"}),
-}
-
-
-def captured(case: Case) -> tuple[set[str], list[str]]:
-    """Return who waited, and what had tensors of two devices, where a graph would be captured."""
-    dist.destroy_process_group()
-    with dry_world(0, 2, cuda=fake_gpu()):
-        optimizer, give_gradients = dry_optimizer(case)
-        give_gradients()
-        optimizer.step()
-        noted, step = Waits(), optimizer.step
-
-        def watched() -> Any:
-            with noted:
-                return step()
-
-        optimizer.step = watched
-        optimizer.step()
-        return noted.reads, noted.crossings
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("name", CAPTURED)
-def test_what_a_graph_captures_neither_waits_nor_copies_from_the_host(name, sharded):
-    fields = {"use_distributed_optimizer": sharded}
-    case = CAPTURED[name]
-    config = {"clip_grad": 1.0, "optimizer_cuda_graph": True, **case.config, **fields}
-    case = replace(case, config=config, ddp=fields)
-    assert run_ranks(1, captured, case, cpu=False)[0] == (set(), [])
-
-
 def mixing() -> tuple[list[str], set[str], str]:
     dist.destroy_process_group()
     with dry_world(0, 2, cuda=fake_gpu()), Waits() as waits:

@@ -30,12 +30,10 @@ PASSES = {
         "_lerp(start, grad, share)", "_lerp(grad, start, share)"
     ),
     "Nesterov with the other number": Fault(
-        "mixed.to(tl.float32), _number(numbers, live, 1)",
-        "mixed.to(tl.float32), _number(numbers, live, 0)",
+        "mixed.to(tl.float32), numbers[1]",
+        "mixed.to(tl.float32), numbers[0]",
     ),
-    "decay of momentum left out": Fault(
-        "tl.fma(weight.to(tl.float32), _number(numbers, live, 2), grad)", "grad"
-    ),
+    "decay of momentum left out": Fault("tl.fma(weight.to(tl.float32), numbers[2], grad)", "grad"),
     "momentum stored without a mask": Fault(
         "tl.store(kept, mixed, mask=mask)", "tl.store(kept, mixed)"
     ),
@@ -44,17 +42,14 @@ PASSES = {
     ),
     "nan writes": Fault("size = tl.where(factor == factor, size, 0)", "size = size"),
     "gradients without their factor": Fault("grad * tl.load(coefficient)", "grad"),
-    "the first live number for all": Fault("tl.load(live + index)", "tl.load(live)"),
     "sums of all blocks in the first": Fault(
         "tl.store(sums + block, tl.sum(value * value))", "tl.store(sums, tl.sum(value * value))"
     ),
     "update added, not subtracted": Fault(
-        "weight = tl.fma(step, _number(numbers, live, 1), weight)",
-        "weight = tl.fma(step, -_number(numbers, live, 1), weight)",
+        "weight = tl.fma(step, numbers[1], weight)",
+        "weight = tl.fma(step, -numbers[1], weight)",
     ),
-    "weights not decayed": Fault(
-        "_decayed(weight, step, _number(numbers, live, 0)", "_decayed(weight, step, 0.0"
-    ),
+    "weights not decayed": Fault("_decayed(weight, step, numbers[0]", "_decayed(weight, step, 0.0"),
     "cautious decay of all weights": Fault("decay - cautious * decay", "decay"),
     "decay where signs are opposed": Fault(
         "tl.where(opposed, decay -", "tl.where(~opposed, decay -"
@@ -63,14 +58,14 @@ PASSES = {
         "if dtypes[1] is not None:\n        rounded", "if False:\n        rounded"
     ),
     "beta 1 in the place of beta 2": Fault(
-        "tl.fma(grad * grad - second, _number(numbers, live, 4)",
-        "tl.fma(grad * grad - second, _number(numbers, live, 3)",
+        "tl.fma(grad * grad - second, numbers[4]",
+        "tl.fma(grad * grad - second, numbers[3]",
     ),
     "second moment of gradients": Fault("grad * grad - second", "grad - second"),
     "bias of the first moment left": Fault("lr / (1 - tl.exp2(steps * log1))", "lr"),
     "bias of the second moment left": Fault("tl.sqrt(1 - tl.exp2(steps * log2))", "lr / lr"),
-    "eps left out": Fault("root) + _number(numbers, live, 7)", "root)"),
-    "L2 decay left out": Fault("grad = tl.fma(weight, _number(numbers, live, 2), grad)", ""),
+    "eps left out": Fault("root) + numbers[7]", "root)"),
+    "L2 decay left out": Fault("grad = tl.fma(weight, numbers[2], grad)", ""),
     "moments swapped": Fault(
         "tl.store(firsts, first.to(dtypes[1])", "tl.store(firsts, second.to(dtypes[1])"
     ),

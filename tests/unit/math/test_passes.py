@@ -13,11 +13,9 @@ from megatron_eopt.math.passes import (
     BLOCK,
     MomentumMixing,
     adam_,
-    adam_numbers,
     empty_sums,
     mix_,
     update_,
-    update_numbers,
 )
 from tests.harness.kernels import interpreted_kernels
 
@@ -201,40 +199,6 @@ def stepped(coefficient, copies, decoupled, count, cautious=False):
         lists = [weights, *moments, rounded, tensors(F32, 3 + step), steps]
         adam_(lists, [], factor(coefficient), group, cautious=cautious)
     return [*weights, *rounded, *moments[0], *moments[1], *steps]
-
-
-def all_passes(coefficient, is_live):
-    """Return what all passes write; if live, with their numbers on the device, not in the call."""
-    how, rates, cautious = MomentumMixing(0.95, True, 0.1), (0.02, 0.1), {"cautious": True}
-    group = {**SETTINGS, **FLAGS, "decoupled_weight_decay": True}
-    numbers = [
-        how.numbers,
-        update_numbers(*rates, **cautious),
-        adam_numbers(group, **cautious),
-    ]
-    live = [torch.tensor(n, dtype=torch.float64) if is_live else None for n in numbers]
-    if is_live:
-        how, rates, cautious = MomentumMixing(0.5, True, 0.0, decays=True), (1.0, 0.0), {}
-        group |= {"lr": 1.0, "betas": (0.5, 0.5), "eps": 1.0, "weight_decay": 0.0}
-    given, factors = tensors(F32, 2), factor(coefficient)
-    momenta, outs = tensors(F32, 1), [out.view(-1) for out in tensors(BF16, 3)]
-    mix_(momenta, outs, given, tensors(F32, 4), factors, how, (), live[0])
-    weights, copies = tensors(F32, 5), tensors(BF16, 6)
-    updates = [out.view(weight.shape) for out, weight in zip(outs, weights, strict=True)]
-    update_(weights, copies, updates, factors, *rates, live[1], **cautious)
-    moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
-    steps = [torch.zeros(()) for _ in weights]
-    for _ in range(2):
-        lists = [weights, *moments, copies, given, steps]
-        adam_(lists, [], factors, group, live[2], **cautious)
-    return [*momenta, *outs, *weights, *copies, *moments[0], *moments[1], *steps]
-
-
-@pytest.mark.parametrize("coefficient", COEFFICIENTS)
-def test_live_numbers_give_the_bits_of_those_of_a_call(coefficient):
-    found, expected = (by_both(all_passes, coefficient, is_live) for is_live in (True, False))
-    for ours, theirs in zip(found, expected, strict=True):
-        assert all(map(torch.equal, ours, theirs))
 
 
 def exact_adam(coefficient, decoupled, count, cautious):
