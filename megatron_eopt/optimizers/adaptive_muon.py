@@ -14,9 +14,10 @@ from megatron_eopt.base.names import TpModeT
 from megatron_eopt.math.coefficients import CoefficientsLike
 from megatron_eopt.math.moments import MOMENT2_METHODS, Moment2MethodT
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.optimizers.adaptive_rule import RULES, AdaptiveMuonRule
+from megatron_eopt.optimizers.adaptive_rule import RULES
 from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.muon_rule import MuonRule
 from megatron_eopt.storage.shard import Shard
 
 
@@ -47,8 +48,9 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
     All other arguments are those of :class:`TensorParallelMuon`.
 
     Raises:
-        ConfigurationError: If a value is out of bounds, NAMO is used with l2 weight decay, or a
-            subclass that updates whole parameters is used with ``bias_correction``.
+        ConfigurationError: If a value is out of bounds, NAMO is used with l2 weight decay, a
+            subclass that updates whole parameters is used with ``bias_correction``, or one with an
+            update rule of its own is used with another method than that rule's.
     """
 
     def __init__(
@@ -104,6 +106,14 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
             tp_mode,
             **options,
         )
+        of_method = RULES[moment2_method]
+        if self.update_rule_class is MuonRule:
+            self.update_rule_class = of_method
+        elif not issubclass(self.update_rule_class, of_method):
+            own = self.update_rule_class.__name__
+            rule = f"is not what {own} computes, which is not derived from {of_method.__name__}"
+            hint = "Set the method for which the rule was written, or derive the rule from that one"
+            raise ConfigurationError("moment2_method", moment2_method, rule, hint)
         if moment2_method == "namo" and self.weight_decay_method == "l2":
             rule = "does not work with l2 weight decay, which would change the gradient norms"
             hint = "Use decoupled weight decay"
@@ -113,15 +123,13 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
             group.setdefault("beta2", beta2)
             group.setdefault("eps", eps)
 
-    def update_rule_over(
-        self, shards: Sequence[Shard], engine_config: EngineConfig
-    ) -> AdaptiveMuonRule:
+    def update_rule_over(self, shards: Sequence[Shard], engine_config: EngineConfig) -> MuonRule:
         """Return an update rule for other shards with this optimizer's settings, in float32."""
         # no teams, because statistics belong to whole matrices
         engine_config = replace(
             self._engine_config, mode=engine_config.mode, device=engine_config.device
         )
-        return RULES[self.moment2_method](self, shards, engine_config)
+        return self.update_rule_class(self, shards, engine_config)
 
     @property
     def _stack_dtype(self) -> torch.dtype:

@@ -22,7 +22,13 @@ from megatron_eopt.base.place import refuse_part
 from megatron_eopt.base.upstream import find_upstream, require_upstream
 from megatron_eopt.config.arguments import arguments_of
 from megatron_eopt.config.checks import check_alike, refuse_for_matrices
-from megatron_eopt.config.registry import Overrides, is_muon, state_layout_of
+from megatron_eopt.config.registry import (
+    Overrides,
+    entry_of,
+    is_muon,
+    state_layout_of,
+    steps_in_pieces,
+)
 from megatron_eopt.config.settings import Settings, resolve
 from megatron_eopt.math import resolve_coefficients, sound_precision
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
@@ -328,11 +334,16 @@ def _warnings(
             "the result depends on the number of ranks. With 'duplicated' or 'auto' it does not."
         )
     replicated = settings.storage == "replicated" and state_layout_of(optimizer) != "element_wise"
-    if "tp_mode" not in arguments and replicated:
+    # a Muon of this package asks other ranks for their parts, but methods that a subclass overrides
+    # get those of this rank
+    overrides = is_muon(optimizer) and not steps_in_pieces(entry_of(optimizer).optimizer_cls)
+    if replicated and (overrides or "tp_mode" not in arguments):
+        hint = (
+            "Change an update rule instead" if overrides else "Set use_distributed_optimizer=True"
+        )
         yield (
-            f"optimizer={optimizer!r} updates each rank's part of a matrix separately, "
-            "so the result depends on the number of ranks. Set use_distributed_optimizer=True to "
-            "update whole matrices."
+            f"optimizer={optimizer!r} updates each rank's part of a matrix separately, so the "
+            f"result depends on the number of ranks. {hint} to update whole matrices."
         )
 
 

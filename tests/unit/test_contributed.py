@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import distributed
 
-from megatron_eopt import EmergingOptimizerConfig, TensorParallelMuon, conformance
+from megatron_eopt import (
+    ConfigurationError,
+    EmergingOptimizerConfig,
+    TensorParallelAdaptiveMuon,
+    TensorParallelMuon,
+    conformance,
+)
 from megatron_eopt.config import checks
 from megatron_eopt.config.arguments import entry_kwargs
 from megatron_eopt.config.registry import registered
@@ -22,6 +28,7 @@ from megatron_eopt.extending import (
     build_sharded,
     register_storage,
 )
+from megatron_eopt.optimizers.adaptive_rule import NorMuonRule
 from megatron_eopt.optimizers.stored_matrices import MatrixSums
 from megatron_eopt.wrappers import builders
 from megatron_eopt.wrappers.replicated import Float32Optimizer
@@ -123,6 +130,32 @@ def test_a_variant_reads_muons_fields_and_its_own():
         checks.warn_of_unused(config, "under_test", {"under_test", "lion"})
         log.warning.assert_not_called()
         assert entry_kwargs("under_test", config, [], None)["limit"] == 0.2
+
+
+class HalvedRule(NorMuonRule):
+    """Halves updates."""
+
+    def _update(self, stack, matrices, reduce, shape):
+        super()._update(stack, matrices, reduce, shape)
+        stack.mul_(0.5)
+
+
+class HalvedNorMuon(TensorParallelAdaptiveMuon):
+    update_rule_class = HalvedRule
+
+
+def test_a_variant_of_adaptive_muon_has_its_own_rule():
+    moved = []
+    for cls in (TensorParallelAdaptiveMuon, HalvedNorMuon):
+        weight = torch.nn.Parameter(torch.zeros(4, 6))
+        optimizer = cls([weight], lr=0.1, moment2_method="normuon")
+        weight.grad = torch.arange(24.0).view(4, 6) - 7
+        optimizer.step()
+        moved.append(weight.detach())
+    assert torch.equal(moved[1], 0.5 * moved[0])
+    for method in ("adamuon", "namo"):
+        with pytest.raises(ConfigurationError, match="is not what HalvedRule computes"):
+            HalvedNorMuon([weight], moment2_method=method)
 
 
 # Faults that the conformance test notices
