@@ -31,6 +31,7 @@ from megatron_eopt.config.fields import (
     unconsumed,
 )
 from megatron_eopt.config.registry import consumed_by, entry_of, is_muon, prefixes_of
+from megatron_eopt.config.values import read_value
 from megatron_eopt.math import (
     AlgorithmT,
     PrecisionT,
@@ -51,21 +52,35 @@ _NOT_NEGATIVE = (
     *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "muon_lr", "muon_min_lr"),
     *("weight_decay", "clip_grad", "grad_norm_skip_threshold", "loss_scale"),
 )
-_DECAYS = (
-    *("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "soap_shampoo_beta"),
-    *("adaptive_muon_beta2", "sgd_momentum", "muon_momentum"),
-)
-_POSITIVE = ("adam_eps", "adaptive_muon_eps", "muon_extra_scale_factor")
+_DECAY = {"at_least": 0.0, "below": 1.0}
 _BOUNDS: dict[str, dict[str, float]] = {
     **{name: {"at_least": 0.0} for name in _NOT_NEGATIVE},
-    **{name: {"at_least": 0.0, "below": 1.0} for name in _DECAYS},
-    **{name: {"above": 0.0} for name in _POSITIVE},
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"), _DECAY),
+    "sgd_momentum": _DECAY,
+    "adam_eps": {"above": 0.0},
     "optimizer_offload_fraction": {"at_least": 0.0, "at_most": 1.0},
     "matrix_buffer_mb": {"at_least": SMALLEST_MATRIX_BUFFER_MB},
     "muon_max_ranks_per_matrix": {"at_least": 1.0},
     "muon_check_fraction": {"at_least": 0.0, "at_most": 1.0},
 }
 """Bounds of numeric fields; a field with an optimizer's prefix is checked if that one is used."""
+
+_NOT_NEGATIVE_ARGUMENTS = (
+    *("lr", "weight_decay", "max_update_rms", "power_iter_steps"),
+    *("precond_lr", "min_precond_lr", "damping_noise_scale"),
+)
+_DECAY_ARGUMENTS = ("betas", "beta2", "beta_lip", "momentum", "shampoo_beta")
+_POSITIVE_ARGUMENTS = (
+    *("eps", "hyperball_eps", "hyperball_radius", "spectral_radius", "extra_scale_factor"),
+    *("doubly_stochastic_tolerance", "num_iters", "precond_init_scale", "warmup_steps"),
+)
+_BOUNDS_OF_ARGUMENTS: dict[str, dict[str, float]] = {
+    **{name: {"at_least": 0.0} for name in _NOT_NEGATIVE_ARGUMENTS},
+    **dict.fromkeys(_DECAY_ARGUMENTS, _DECAY),
+    **{name: {"above": 0.0} for name in _POSITIVE_ARGUMENTS},
+    "dim": {"at_least": -2.0, "at_most": 1.0},
+}
+"""Bounds of numeric constructor arguments of emerging-optimizers' classes and of ours."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "muon_tp_mode": get_args(TpModeT),
@@ -194,17 +209,26 @@ def refuse_cautious_decay(config: Any, optimizers: Iterable[str]) -> None:
 def check_arguments(
     optimizer: str, arguments: Mapping[str, Any], fields: Mapping[str, str]
 ) -> None:
-    """Raise a ConfigurationError if an optimizer's class does not know the value of an argument.
+    """Raise a ConfigurationError if an optimizer's class cannot use the value of an argument.
 
     emerging-optimizers' classes know fewer values than our Muon, and would notice in a step.
     ``fields`` are the fields that set arguments.
     """
-    parameters = constructor_parameters(entry_of(optimizer).optimizer_cls)
+    cls = entry_of(optimizer).optimizer_cls
+    parameters = constructor_parameters(cls)
+    # what a user's own class does with its numbers is not known
+    is_known = any(base.__module__.startswith("emerging_optimizers.") for base in cls.__mro__)
+    for name in (name for name in parameters if name in arguments):
+        field, value = fields.get(name, name), arguments[name]
+        kind = type_of(parameters[name].annotation)
+        # a rate may be set before the first step
+        if is_known and not (name == "lr" and value is None):
+            _check_argument(
+                field, read_value(field, value, kind), _BOUNDS_OF_ARGUMENTS.get(name, {})
+            )
+        elif kind.choices and value is not None:
+            check_choice(field, value, kind.choices)
     given = {name: one.default for name, one in parameters.items()} | dict(arguments)
-    for name in parameters.keys() & arguments:
-        choices = type_of(parameters[name].annotation).choices
-        if choices and given[name] is not None:
-            check_choice(fields.get(name, name), given[name], choices)
     # our Muon computes products that would diverge in float32 instead, and warns
     if is_muon(optimizer) or not parameters.keys() >= _OF_ITERATION.keys():
         return
@@ -216,6 +240,15 @@ def check_arguments(
             rule = f"diverges with precision={precision!r}, which {optimizer} uses"
             hint = "Set precision='highest', or use other coefficients"
             raise ConfigurationError("coefficients", coefficients, rule, hint)
+
+
+def _check_argument(field: str, value: object, bounds: Mapping[str, float]) -> None:
+    numbers = value if isinstance(value, tuple) else (value,)
+    for index, number in enumerate(numbers):
+        place = str(index + 1) if field.endswith("_beta") else f"[{index}]"
+        if isinstance(number, float) or (bounds and number is not None):
+            name = field + place if isinstance(value, tuple) else field
+            check_number(name, number, **bounds)
 
 
 def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:

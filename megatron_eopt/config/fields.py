@@ -105,9 +105,14 @@ def kwargs_from_config(
 def names_of_arguments(
     optimizer_cls: type, prefixes: Sequence[str], config: object
 ) -> dict[str, str]:
-    """Return the field of ``config`` from which each constructor argument comes."""
-    names = constructor_arguments(optimizer_cls)
-    return {name: found[0] for name in names if (found := _look_up(name, prefixes, config))}
+    """Return the field of ``config`` from which each constructor argument comes.
+
+    Two fields, such as ``lion_beta1`` and ``lion_beta2``, are called ``lion_beta``.
+    """
+    among = dict.fromkeys(constructor_arguments(optimizer_cls), tuple(prefixes))
+    if "betas" in among:
+        among["betas"] += ("adam",)
+    return {name: found[0] for name in among if (found := _look_up(name, among[name], config))}
 
 
 def first_field(config: object, name: str, prefixes: Sequence[str]) -> Any:
@@ -156,6 +161,6 @@ def _look_up(name: str, prefixes: Sequence[str], config: object) -> tuple[str, A
             return field, value
         betas = [getattr(config, f"{prefix}_beta{number}", _MISSING) for number in (1, 2)]
         if name == "betas" and _MISSING not in betas:
-            return name, tuple(betas)
+            return f"{prefix}_beta", tuple(betas)
     value = getattr(config, name, _MISSING)
     return None if value is _MISSING else (name, value)

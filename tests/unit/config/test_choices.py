@@ -4,8 +4,9 @@ emerging-optimizers' classes have lists of their own, and notice a value they do
 """
 
 import logging
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 import torch
@@ -28,6 +29,15 @@ NUMBERS: dict[type, list[Any]] = {
     int: [-1, 0, 1, 3],
     float: [-1.0, 0.0, 0.5, 1.0, 3.0],
 }
+PAIRS = [(0.0, 0.0), (1.0, 0.9), (0.9, 1.0), (-0.5, 0.9), (0.9, math.nan), (0.9,), (0.9, 0.9, 0.9)]
+OTHER: dict[type, list[Any]] = {
+    bool: ["false", 2, 0.5],
+    int: [0.5, "3"],
+    float: [math.nan, math.inf, "0.9", True],
+    tuple: [0.9, ("a", "b"), None],
+}
+"""Values that no argument of a type can be."""
+
 WORDS = sorted(
     {word for name, words in CHOICES.items() if name != "optimizer" for word in words}
     | {"custom", "independent", "l2", "nuclear_norm", "palm"}
@@ -46,8 +56,21 @@ def cases(optimizer: str) -> Iterator[tuple[str, Any]]:
         return
     # fields that a user's own subclass of the configuration may have
     for name, parameter in constructor_parameters(entry_of(optimizer).optimizer_cls).items():
-        if isinstance(parameter.default, str) or type_of(parameter.annotation).choices:
-            yield from ((f"{prefixes_of(optimizer)[0]}_{name}", word) for word in WORDS)
+        field, kind = f"{prefixes_of(optimizer)[0]}_{name}", type_of(parameter.annotation)
+        if isinstance(parameter.default, str) or kind.choices:
+            yield from ((field, word) for word in WORDS)
+        # Lion's come from its own fields
+        elif optimizer != "lion":
+            pairs = PAIRS if get_origin(kind.type) is tuple else []
+            yield from ((field, value) for value in pairs or NUMBERS.get(kind.type, []))
+
+
+def of_other_types(optimizer: str) -> Iterator[tuple[str, Any]]:
+    """Yield each argument of a constructor, with values that it cannot have."""
+    for name, parameter in constructor_parameters(entry_of(optimizer).optimizer_cls).items():
+        kind = type_of(parameter.annotation).type
+        for value in OTHER.get(get_origin(kind) or kind, []):
+            yield f"{prefixes_of(optimizer)[0]}_{name}", value
 
 
 def start(optimizer: str) -> nn.Linear:
@@ -85,9 +108,20 @@ def test_what_is_built_steps(optimizer: str, caplog: pytest.LogCaptureFixture) -
     tried = refused = 0
     for name, value in cases(optimizer):
         error = outcome(optimizer, {name: value})
-        assert not error or repr(value) in error, (name, error)
+        # a radius that is not the weights' own
+        is_start = name == "muon_hyperball_hyperball_radius" and "cannot start from" in error
+        assert not error or is_start or repr(value) in error or name in error, (name, error)
         tried, refused = tried + 1, refused + bool(error)
     assert tried > refused > 0
+
+
+@pytest.mark.parametrize("optimizer", sorted({*optimizer_names()} - {*STANDARD, "lion"}))
+def test_a_value_of_another_type_is_refused(optimizer: str) -> None:
+    tried = [*of_other_types(optimizer)]
+    assert tried
+    for name, value in tried:
+        error = outcome(optimizer, {name: value})
+        assert error.startswith(f"{name}"), (name, value, error)
 
 
 OF_HYPERBALL = {"muon_scale_mode": "adamw_rms", "muon_hyperball_coefficient_type": "custom"}
