@@ -20,6 +20,7 @@ from megatron_eopt.checkpoint.state_dicts import Loaded, StateDictMatch, Target,
 from megatron_eopt.checkpoint.whole_matrix_state import WholeMatrixState
 from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.math.precision import matmul_precision
+from megatron_eopt.optimizers.lending import keep
 from megatron_eopt.optimizers.sharded_optimizer import Served, ShardedOptimizer
 from megatron_eopt.optimizers.spot_checks import SpotChecks
 from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule, check_may_step, set_step
@@ -282,7 +283,7 @@ class DTensorOptimizer(ShardedOptimizer):
                 if shown is not values:
                     kept[param] = self.state[param]
                     self.state[param] = {}
-                    self.keep(update_rule, param, shown)
+                    keep(update_rule, param, self.state[param], shown)
         return kept
 
 

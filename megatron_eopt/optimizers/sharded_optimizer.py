@@ -2,14 +2,8 @@
 
 Parameter groups and state are those of any torch optimizer. Schedulers, checkpoints and hooks may
 change their values at any time, and the next step uses the new ones.
-
-Note [Lent tensors]
-    Update rules step plain tensors of at least 32 bits. Where a parameter is a DTensor, 16-bit or
-    complex, a rule gets its local part, a float32 copy, or its real and imaginary parts for one
-    step, with state of the same kind. What was a copy is written back afterwards.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -17,11 +11,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.gpu import SideStream
 from megatron_eopt.optimizers.host_memory import OffloadSettings
+from megatron_eopt.optimizers.lending import Lender
 from megatron_eopt.optimizers.update_rule import (
     ParamGroup,
     State,
@@ -31,7 +25,6 @@ from megatron_eopt.optimizers.update_rule import (
     refuse_copy,
     refuse_group,
 )
-from megatron_eopt.storage.local_tensors import local_of, shard_like
 
 type Served = Sequence[tuple[UpdateRule, slice, Sequence[Tensor]]]
 """Each update rule with the slice of groups and the parameters that it updates, in the order of its
@@ -49,7 +42,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         names: Name of each parameter; also an attribute.
     """
 
-    lends = False  # whether update rules get local tensors; see Note [Lent tensors]
+    lends = False  # whether update rules get local tensors; see Note [Lent tensors] of lending.py
 
     def __init__(
         self, groups: Sequence[ParamGroup], served: Served, names: Mapping[Tensor, str]
@@ -62,6 +55,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.update_rules = [update_rule for update_rule, *_ in served]
         self._places = {update_rule: places for update_rule, places, _ in served}
         self._params = {update_rule: list(params) for update_rule, _, params in served}
+        # what lends update rules their tensors, and parts of groups that they share
+        self._lenders: dict[UpdateRule, Lender] = {}
+        self._parts: dict[UpdateRule, list[list[Tensor]]] = {}
         # tensors that may stand in each group, and those that stand there, by their ids
         self._members: list[set[int]] = []
         self._seen: list[list[int]] = []
@@ -89,13 +85,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def init_state(self) -> None:
         """Create the state of every parameter, so that it can be saved and loaded."""
-        self._attach()
+        self._note_groups()
         for update_rule in self.update_rules:
             with self.groups_and_state(update_rule) as (groups, state):
                 update_rule.init(groups, state)
             # the same dictionaries, for code that clears all state or moves it to another device
             self.state.update(update_rule.owned_state)
-        self._note_groups()
 
     def off_load(self, settings: OffloadSettings) -> None:
         """Keep a fraction of weights and state in host memory from now on."""
@@ -118,57 +113,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def groups_of(self, update_rule: UpdateRule) -> list[ParamGroup]:
         """Return the groups that an update rule updates, with only its own parameters."""
         groups = self.param_groups[self._places[update_rule]]
-        if not self.lends:
-            return groups
         # several rules may update parts of one group
-        mine = set(self._params[update_rule])
-        return [{**group, "params": [p for p in group["params"] if p in mine]} for group in groups]
+        held = self._parts.get(update_rule)
+        if held is None:
+            return groups
+        return [{**group, "params": its} for group, its in zip(groups, held, strict=True)]
 
     @contextmanager
     def groups_and_state(self, update_rule: UpdateRule) -> Iterator[tuple[list[ParamGroup], State]]:
         """Provide what an update rule works on: groups of this rank's tensors, and their state."""
         self.take_up_state(update_rule)
-        if not self.lends:
-            yield self.groups_of(update_rule), self.state
-            return
-        lent = {p: _stepped(local_of(p).detach()) for p in self._params[update_rule]}
-        # keyed by the lent tensors, because update rules look state up by what they step
-        state: State = defaultdict(dict)
-        for param, its in lent.items():
-            state[its] = {key: _real(local_of(v)) for key, v in self.state[param].items()}
-        with _followed(update_rule, lent):
-            with update_rule.host.stood_in_for() if update_rule.host else nullcontext():
-                for param, its in lent.items():
-                    if param.grad is not None:
-                        its.grad = _grad(param, its.dtype, self.names[param])
-            groups = [
-                {**group, "params": [lent[param] for param in group["params"]]}
-                for group in self.groups_of(update_rule)
-            ]
-            yield groups, state
-        for param, its in lent.items():
-            local = local_of(param)
-            # only what was a copy has to be stored; without a gradient it has not changed
-            if _is_rounded(local):
-                if param.grad is not None:
-                    local.copy_(its)
-            elif update_rule.host and param in update_rule.host.weights:
-                # a main weight, which may have moved
-                local.data = its.data
-            self.keep(update_rule, param, state[its])
+        groups, lender = self.groups_of(update_rule), self._lenders.get(update_rule)
+        if lender is None:
+            yield groups, self.state
+        else:
+            with lender.lent(groups, self.state) as (groups, state):
+                yield groups, state
         outer = self.param_groups[self._places[update_rule]]
-        for group, its_group in zip(outer, groups, strict=True):
-            # some optimizers count steps in their groups, which are copies here
-            group.update({key: value for key, value in its_group.items() if key != "params"})
-
-    def keep(self, update_rule: UpdateRule, param: Tensor, state: Mapping[str, Any]) -> None:
-        """Store new state, as DTensors where it is sharded like the parameter."""
-        kept = self.state[param]
-        for key, value in state.items():
-            # a tensor that was changed in place is in its DTensor already
-            if not (key in kept and local_of(kept[key]) is value):
-                cut = update_rule.is_sharded_like_param(key, value)
-                kept[key] = shard_like(param, _stored(param, value)) if cut else value
+        if groups is not outer:
+            for group, part in zip(outer, groups, strict=True):
+                # some optimizers count steps in their groups, which are copies here
+                group.update({key: value for key, value in part.items() if key != "params"})
 
     def take_up_state(self, update_rule: UpdateRule) -> None:
         """Let an update rule know what users have cleared or replaced in :attr:`state`."""
@@ -234,7 +199,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _note_groups(self) -> None:
         """Note which tensors stand in the groups, and which may."""
         self._members = [set(map(id, self._may_hold(n))) for n in range(len(self.param_groups))]
-        self._seen = self._ids()
+        if self.lends:
+            self._lenders = {
+                update_rule: Lender(update_rule, params, self.names)
+                for update_rule, params in self._params.items()
+            }
+        self._attach()
 
     def _take_up_groups(self) -> None:
         """Let update rules know where users have moved parameters in the groups.
@@ -244,14 +214,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if len(self.param_groups) != len(self._seen):
             raise fixed("param_groups", f"{len(self.param_groups)} groups")
-        if (seen := self._ids()) == self._seen:
+        if self._ids() == self._seen:
             return
         if strangers := self._strangers():
             rule = "not where they were when the optimizer was built, so no step would update them"
             hint = "Build the optimizer again after the model or its groups have changed"
             raise ConfigurationError("param_groups", ", ".join(strangers[:8]), rule, hint)
         self._attach()
-        self._seen = seen
 
     def _ids(self) -> list[list[int]]:
         return [[id(param) for param in group["params"]] for group in self.param_groups]
@@ -293,63 +262,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _attach(self) -> None:
         """Tell update rules which of their shards the parameters of the groups are."""
-        for update_rule in self.update_rules:
+        self._seen = self._ids()
+        places = list(self._places.values())
+        for update_rule, own in self._places.items():
             number_of = {param: number for number, param in enumerate(self._params[update_rule])}
-            update_rule.attach(
-                [[number_of[p] for p in g["params"]] for g in self.groups_of(update_rule)]
-            )
-
-
-@contextmanager
-def _followed(update_rule: UpdateRule, lent: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """In a block, let host memory know parameters by their lent tensors, which exist only there."""
-    if update_rule.host is not None:
-        update_rule.host.follow(lent)
-    try:
-        yield
-    finally:
-        # the block itself may have off-loaded
-        if update_rule.host is not None:
-            update_rule.host.follow({its: param for param, its in lent.items()})
-
-
-def sparse_gradient(argument: str, value: object) -> ConfigurationError:
-    """Return the error for gradients that no optimizer here can use."""
-    rule = "sparse gradients are not supported"
-    return ConfigurationError(argument, value, rule, "Use a dense gradient (sparse=False)")
-
-
-def _grad(param: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    grad: Any = param.grad
-    if grad.layout != torch.strided:
-        raise sparse_gradient(f"gradient of {name}", grad.layout)
-    placements = getattr(param, "placements", None)
-    if isinstance(grad, DTensor) and grad.placements != placements:
-        # such as gradients that are not reduced yet (Partial); collective, and all ranks have the
-        # same placements
-        grad = grad.redistribute(placements=placements)
-    return _real(local_of(grad)).to(dtype)  # type: ignore[no-any-return]
-
-
-def _is_rounded(local: Tensor) -> bool:
-    """Whether weights have fewer bits than what a step computes."""
-    return local.dtype in (torch.bfloat16, torch.float16)
-
-
-def _stepped(local: Tensor) -> Tensor:
-    """Return what an update rule steps: the same memory, or a float32 copy of 16-bit weights."""
-    return local.to(torch.float32) if _is_rounded(local) else _real(local)
-
-
-def _real(value: Any) -> Any:
-    """Return a complex tensor's real and imaginary parts, and any other value unchanged.
-
-    Optimizers update both parts independently, as torch's do.
-    """
-    is_complex = isinstance(value, Tensor) and value.is_complex()
-    return torch.view_as_real(value.resolve_conj()) if is_complex else value
-
-
-def _stored(param: Tensor, value: Tensor) -> Tensor:
-    """Return state in the form that the parameter has, complex or real."""
-    return torch.view_as_complex(value) if param.is_complex() else value
+            held = [
+                [param for param in group["params"] if param in number_of]
+                for group in self.param_groups[own]
+            ]
+            if places.count(own) > 1:
+                self._parts[update_rule] = held
+            update_rule.attach([[number_of[param] for param in its] for its in held])

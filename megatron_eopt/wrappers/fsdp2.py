@@ -28,7 +28,7 @@ from megatron_eopt.config.registry import Overrides
 from megatron_eopt.config.settings import Settings
 from megatron_eopt.config.values import read_value
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
-from megatron_eopt.optimizers.sharded_optimizer import sparse_gradient
+from megatron_eopt.optimizers.lending import sparse_gradient
 from megatron_eopt.optimizers.spot_checks import SpotChecks
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.global_names import names_in
