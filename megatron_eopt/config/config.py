@@ -157,9 +157,6 @@ class EmergingOptimizerConfig(OptimizerConfig):
     print_optimizer_routing: bool = False
     """Log a table of each parameter's optimizer, split, learning rate, weight decay and reason."""
 
-    log_optimizer_memory: bool = False
-    """Log the MiB of weights, gradients, state and buffers, and the second step's peak."""
-
     log_optimizer_stats: bool = False
     """Measure weight and update sizes, orthogonality and times of steps. The trainer writes them to
     TensorBoard and W&B; in your own loop read ``optimizer.stats()`` on all ranks."""

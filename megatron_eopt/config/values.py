@@ -28,6 +28,7 @@ GONE = {
     "muon_orthogonalize_excluded": "It is called muon_ignore_use_muon",
     "checkpoint_fresh_state": "It is called ckpt_allow_missing_optim_state",
     "muon_exempt_from_clipping": "It is called muon_skip_grad_clip",
+    "log_optimizer_memory": "optimizer.memory() has the bytes, and megatron-eopt plan the peak",
 }
 """Settings of earlier releases that a configuration may still have, set as an attribute or pickled,
 and what to do."""

@@ -6,7 +6,6 @@
 4. Parameters are gathered once, after all optimizers have stepped.
 """
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -26,8 +25,6 @@ from megatron_eopt.base.errors import (
     SpotCheckError,
     check_number,
 )
-from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.base.log import inform
 from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.checkpoint import local_state, optimizer_state
 from megatron_eopt.checkpoint.buckets import BY_BUCKET
@@ -49,8 +46,6 @@ from megatron_eopt.wrappers.memory import Memory, memory_of
 from megatron_eopt.wrappers.overlap import Overlap
 from megatron_eopt.wrappers.stats import Stats
 from megatron_eopt.wrappers.zero1.optimizer import BUFFER_PARAMS
-
-logger = logging.getLogger(__name__)
 
 
 class OptimizerChain(ChainedOptimizer):
@@ -84,7 +79,6 @@ class OptimizerChain(ChainedOptimizer):
         self._named_chunks = list(model_chunks)
         # whether the current gradients have overflowed; None until they are unscaled
         self._found_inf: bool | None = None
-        self._transient: int | None = None
         # whether to measure the next steps; callers may set it, to the same value on all ranks
         self.collects_stats = settings.config.log_optimizer_stats
         self._stats = Stats(storages)
@@ -146,7 +140,7 @@ class OptimizerChain(ChainedOptimizer):
 
     def memory(self) -> Memory:
         """Return this rank's memory in bytes, by use."""
-        return memory_of(self.chained_optimizers, self._named_chunks, self._transient)
+        return memory_of(self.chained_optimizers, self._named_chunks)
 
     def stats(self) -> dict[str, float]:
         """Return the statistics of the last measured step by name; collective."""
@@ -178,18 +172,9 @@ class OptimizerChain(ChainedOptimizer):
                 tensor, the next step raises the error.
         """
         with self._stats.collecting() if self.collects_stats else nullcontext():
-            if not self.settings.config.log_optimizer_memory or self._transient is not None:
-                return self._prepared_step()
-            # the first step also allocates what remains, so a later one is measured
-            exists = any(storage.steps for storage in self.chained_optimizers)
-            with LiveBytes() as seen:
-                result = self._prepared_step()
-        if exists:
-            self._transient = seen.peak
-            inform(logger, str(self.memory()))
-        return result
+            return self._measured_step()
 
-    def _prepared_step(self) -> tuple[bool, Any, float | None]:
+    def _measured_step(self) -> tuple[bool, Any, float | None]:
         overflowed = self.prepare_grads()
         # an error of the last step is raised even if this step is skipped
         self.read_late()

@@ -1,7 +1,7 @@
-"""Count the memory of one rank by use, with the peak of a measured step."""
+"""Count the memory of one rank by use."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -10,8 +10,6 @@ from megatron_eopt.base.address import address_of
 from megatron_eopt.base.nested_state import leaves
 from megatron_eopt.optimizers.storage import Storage, rules_of
 from megatron_eopt.storage.local_tensors import local_of
-
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class Memory:
     state: int  # optimizer state on the device
     buffers: int  # buffers to send and compute matrices, kept between steps
     host: int  # main weights and state off-loaded to host memory
-    # peak of a step above all of this; None until a step was measured
+    # peak of a step above all of this, if one was measured
     transient: int | None = None
 
     @property
@@ -32,16 +30,8 @@ class Memory:
         """Bytes on the device at the peak of a step."""
         return sum(size or 0 for size in vars(self).values()) - self.host
 
-    def __str__(self) -> str:
-        """Return one line in MiB."""
-        found = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        shown = [f"{name} {size / _MIB:.1f}" for name, size in found if size is not None]
-        return f"optimizer memory of this rank in MiB: {', '.join(shown)}"
 
-
-def memory_of(
-    storages: Sequence[Storage], model_chunks: Sequence[Any], transient: int | None
-) -> Memory:
+def memory_of(storages: Sequence[Storage], model_chunks: Sequence[Any]) -> Memory:
     """Count the bytes of a chain's tensors; shared memory counts in the first category only."""
     params = [param for chunk in model_chunks for param in chunk.parameters()]
     gradients = (getattr(param, "main_grad", None) for param in params)
@@ -58,7 +48,6 @@ def memory_of(
         buffers=_bytes(
             (value for update_rule in update_rules for value in update_rule.buffers()), seen
         ),
-        transient=transient,
     )
 
 

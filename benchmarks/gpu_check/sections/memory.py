@@ -61,11 +61,12 @@ def measured(name: str, model: dict[str, Any], on_gpu: bool) -> dict[str, int | 
     """Return this rank's standing memory and the additional peak of a step, in bytes."""
     gc.collect()
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    chunk, optimizer = build(model, {"optimizer": name, "log_optimizer_memory": True})
-    # the optimizer measures its second step itself
+    chunk, optimizer = build(model, {"optimizer": name})
+    # the first step also allocates what remains
     for step in range(2):
         give_gradients(chunk, step)
-        optimizer.step()
+        with LiveBytes() as counted:
+            optimizer.step()
         optimizer.zero_grad()
     memory: Memory = optimizer.memory()
     give_gradients(chunk, 2)
@@ -85,7 +86,7 @@ def measured(name: str, model: dict[str, Any], on_gpu: bool) -> dict[str, int | 
     parts = (memory.weights, memory.gradients, memory.main_weights, memory.state, memory.buffers)
     return {
         "peak": peak,
-        "counted peak": memory.transient,
+        "counted peak": counted.peak,
         "standing": standing,
         "counted standing": sum(parts),
     }

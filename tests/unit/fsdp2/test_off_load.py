@@ -162,7 +162,7 @@ def trained(make, name, fractions):
         for step in (2 * number, 2 * number + 1):
             loop.give_gradients(step)
             optimizer.step()
-        memory.append(memory_of(links_of(optimizer), [loop.model], None))
+        memory.append(memory_of(links_of(optimizer), [loop.model]))
     mains = [i.main for link in links_of(optimizer) for i in link.main_shards()]
     saved = [value for _, value in leaves(loop.save(optimizer)) if isinstance(value, torch.Tensor)]
     forget_megatron()
