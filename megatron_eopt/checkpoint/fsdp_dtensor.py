@@ -8,7 +8,7 @@ way. All ranks have the same keys, because the layout of each DTensor is exchang
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,28 +16,31 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import raise_together
-from megatron_eopt.base.names import FIRST_MOMENT, MAINS, MOMENTUM, STEP
+from megatron_eopt.base.names import MAINS, MOMENTUM, STEP
 from megatron_eopt.base.upstream import owner_of, require_upstream
-from megatron_eopt.checkpoint.catalogue import Catalogue
+from megatron_eopt.checkpoint.catalogue import Catalogue, Saved
 from megatron_eopt.checkpoint.continuation import (
+    Continuation,
     Note,
     Policy,
     Reader,
     Report,
-    SavedState,
     Wanted,
+    log_notes,
 )
 from megatron_eopt.checkpoint.optimizer_state import prepare
 from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER, adopt, identity_of, state_in
+from megatron_eopt.checkpoint.state_dicts import Loaded, is_users
 
 FORMAT = "fsdp_dtensor"
 """The trainer's name for the format."""
 
-_FIRST_HALF = "_w"
+_FIRST_HALF, _SECOND_HALF = "_w", "_v"
 
 
 def requested(storage: Any, *, is_loading: bool) -> dict[str, Any]:
     """Return what the trainer saves, or loads in place, of a chain's only optimizer; collective."""
+    storage.decided = {}
     prepare([storage], is_loading=is_loading)
     packed = storage.optimizer.state_dict()
     state: dict[str, dict[str, Any]] = {}
@@ -56,34 +59,30 @@ def load(storage: Any, loaded: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: If state is missing.
     """
-    optimizer, state = storage.optimizer, loaded["state"]
+    optimizer, state, metas = storage.optimizer, loaded["state"], loaded[BY_PARAMETER]
+    readers = readers_of(storage)
     # all groups step together, so the largest count is that of all
-    steps = max((int(meta.get(STEP, 0)) for meta in loaded[BY_PARAMETER].values()), default=0)
-    states = {}
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        name, kept = storage._param_name(param), optimizer.state[param]
-        found = {**state.get(name + _FIRST_HALF, {}), **state.get(name, {})}
-        if STEP in kept and STEP not in found and MOMENTUM in found:
-            # the checkpoint has no step count for this parameter
-            found[STEP] = torch.full_like(kept[STEP], steps)
-        for key, own in kept.items():
-            if isinstance(own, DTensor):
-                # loaded in place, maybe from another kind of state, into parts of this DTensor
-                read = FIRST_MOMENT if key == MOMENTUM and key not in found else key
-                found |= {read: own} if read in found else {}
-        states[optimizer.names[param]] = found
-    names = {storage._param_name(param): name for param, name in optimizer.names.items()}
-    groups = [{**meta, "params": [names[name]]} for name, meta in loaded[BY_PARAMETER].items()]
-    # settings that only the checkpoint has tell which optimizer wrote it
-    told = {names.get(its["params"][0]): its for its in storage.loaded_groups}
-    whole = [{**told.get(group["params"][0], {}), **group} for group in groups]
-    # in torch's form, with one group for each parameter
-    state_dict = {"state": states, "param_groups": whole}
-    # what may be missing was decided before the load
-    kinds = frozenset(kind for values in optimizer.state.values() for kind in values)
-    policy = Policy(kinds, momentum_from_adam=True)
+    steps = max((int(meta.get(STEP, 0)) for meta in metas.values()), default=0)
+    # what nobody has matched before it was read is all that was asked for
+    decided = storage.decided or raise_together(lambda: _decided_now(storage, readers, loaded))
+    storage.decided = {}
     optimizer.allocate_for_load()
-    _, taken = raise_together(lambda: optimizer.checked(state_dict, policy))
+    taken = {}
+    for param in optimizer.names:
+        name, own = storage._param_name(param), optimizer.state[param]
+        read = {**state.get(name + _FIRST_HALF, {}), **state.get(name, {})}
+        its = decided[name]
+        # a DTensor was loaded in place, maybe in parts
+        values = {
+            key: own[key] if isinstance(own.get(key), DTensor) else read[origin.key]
+            for key, origin in its.origins.items()
+        }
+        if STEP in own and not its.fresh:
+            values[STEP] = read.get(STEP, steps)
+        of_user = {k: value for k, value in read.items() if is_users(readers[name][0].name, k)}
+        taken[param] = Loaded.by(its, values, of_user)
+    names = {storage._param_name(param): name for param, name in optimizer.names.items()}
+    groups = [{**meta, "params": [names[name]]} for name, meta in metas.items()]
     for group in optimizer.param_groups:
         names_of = {identity_of(group): [optimizer.names[param] for param in group["params"]]}
         adopt(group, groups, names_of)
@@ -91,6 +90,21 @@ def load(storage: Any, loaded: Mapping[str, Any]) -> None:
     optimizer.take(taken)
     storage.steps = steps
 
+
+def _decided_now(storage: Any, readers: "Readers", loaded: Mapping[str, Any]) -> "Decided":
+    """Return where state comes from whose keys and groups have been read as they are here."""
+    values = {
+        f"{name}.{kind}": Saved(kind, name) for name, its in loaded["state"].items() for kind in its
+    }
+    there = Catalogue(FORMAT, values, settings=loaded[BY_PARAMETER])
+    policy, has_stepped = storage.optimizer.policy, storage.steps > 0
+    decided, notes = match(loaded, readers, there, policy, has_stepped=has_stepped)
+    log_notes(notes)
+    return decided
+
+
+type Decided = Mapping[str, Continuation]
+"""Where the state of each parameter comes from, by name."""
 
 type Readers = Mapping[str, tuple[Reader, frozenset[str]]]
 """The optimizer of each parameter by name, with the kinds of its state that may be missing."""
@@ -115,7 +129,7 @@ def match(
     policy: Policy,
     *,
     has_stepped: bool,
-) -> list[Note]:
+) -> tuple[Decided, list[Note]]:
     """Match ``wanted``, from :func:`requested`, with a checkpoint.
 
     Removes what the checkpoint lacks and may lack, so that everything in ``wanted`` is loaded in
@@ -129,49 +143,55 @@ def match(
         has_stepped: Whether the optimizer has stepped, so that its state cannot start fresh.
 
     Returns:
-        What starts fresh or is converted.
+        Where the state of each parameter comes from, and what starts fresh or is converted.
 
     Raises:
         ConfigurationError: If state is missing, does not fit, or cannot start fresh.
     """
     report = Report(policy)
-    for name, values in wanted["state"].items():
-        # a weight that is saved in two parts has one group
-        whole = name if name in readers else name[: -len(_FIRST_HALF)]
-        reader, spare = readers[whole]
-        saved = _state_in(catalogue, name, whole, reader.name)
-        misfit = functools.partial(_misfit, catalogue, name, values)
-        asked = Wanted(name, reader, frozenset(values.keys() - MAINS - {STEP}), spare)
-        found = report.decide(asked, saved, misfit)
-        for kind in values.keys() - found.origins.keys() - MAINS:
-            if kind != STEP or found.fresh or kind not in catalogue.state.get(name, {}):
-                del values[kind]
-        for kind, origin in found.origins.items():
-            if origin.key != kind:
-                # the tensor stays, and is filled with what the other key has; ``load`` renames it
-                # back
-                values[origin.key] = values.pop(kind)
+    decided = {}
+    for name, (reader, spare) in readers.items():
+        # a weight that is saved in two parts has one group, and its state one origin
+        parts = [
+            (wanted["state"][part], catalogue.state.get(part, {}))
+            for part in (name, name + _FIRST_HALF, name + _SECOND_HALF)
+            if part in wanted["state"]
+        ]
+        settings = catalogue.settings.get(name, {})
+        asked = {k for values, _ in parts for k in values if not is_users(reader.name, k)}
+        known = {kind for _, there in parts for kind in there}
+        saved = state_in([settings], known - MAINS - {STEP}, reader.name)
+        keys = frozenset(asked - MAINS - {STEP})
+        misfit = functools.partial(_misfit, parts)
+        found = decided[name] = report.decide(Wanted(name, reader, keys, spare), saved, misfit)
+        # megatron-core has no count beside a momentum
+        if STEP in asked - known - settings.keys() and found.origins.keys() - {MOMENTUM}:
+            report.lack(name, STEP)
+        for values, there in parts:
+            for kind in values.keys() - MAINS:
+                if kind in found.origins:
+                    # the tensor stays, and is filled with what the other key has
+                    values[found.origins[kind].key] = values.pop(kind)
+                elif kind in keys or kind not in there or (kind == STEP and found.fresh):
+                    del values[kind]
     report.refuse("checkpoint", has_stepped=has_stepped)
     for name, meta in wanted[BY_PARAMETER].items():
         there = catalogue.settings.get(name, {})
         for setting in meta.keys() - there.keys():
             del meta[setting]
-    return report.notes
-
-
-def _state_in(catalogue: Catalogue, name: str, whole: str, reader: str) -> SavedState:
-    """Return what a checkpoint has of a parameter, or of a part of one."""
-    keys = catalogue.state.get(name, {}).keys() - MAINS - {STEP}
-    return state_in([catalogue.settings.get(whole, {})], keys, reader)
+    return decided, report.notes
 
 
 def _misfit(
-    catalogue: Catalogue, name: str, values: Mapping[str, Any], kind: str, other: str
+    parts: Sequence[tuple[Mapping[str, Any], Mapping[str, Saved]]], kind: str, other: str
 ) -> str | None:
-    own, shape = values[kind], catalogue.state[name][other].shape
-    if not isinstance(own, Tensor) or shape in (None, tuple(own.shape)):
-        return None
-    return f"of shape {shape} must have shape {tuple(own.shape)}"
+    """Return why a parameter's saved state cannot be loaded; None if it can."""
+    for values, there in parts:
+        if kind in values:
+            own, shape = values[kind], there[other].shape if other in there else ()
+            if isinstance(own, Tensor) and shape not in (None, tuple(own.shape)):
+                return f"of shape {shape} must have shape {tuple(own.shape)}"
+    return None
 
 
 @torch.no_grad()

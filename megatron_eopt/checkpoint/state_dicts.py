@@ -17,6 +17,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM_SCALE, STEP
 from megatron_eopt.base.nested_state import leaves, put
 from megatron_eopt.checkpoint.continuation import (
+    Continuation,
     Policy,
     Reader,
     Report,
@@ -86,6 +87,12 @@ class Loaded:
     factors: Mapping[str, float]  # what a value is multiplied by, if it is converted
     starts_fresh: bool  # whether all its state starts anew
     of_user: Mapping[str, Any]  # saved values that no optimizer knows, by key
+
+    @classmethod
+    def by(cls, its: Continuation, values: Mapping[str, Any], of_user: Mapping[str, Any]) -> Self:
+        """Return what a decision about a parameter lets it load."""
+        factors = {key: o.factor for key, o in its.origins.items() if o.factor != 1.0}
+        return cls(values, factors, bool(its.fresh) and not its.origins, of_user)
 
     def converted(self) -> dict[str, Any]:
         """Return the values after their conversion."""
@@ -257,14 +264,12 @@ class StateDictMatch:
                         report.lack(wanted.name, STEP, problem)
                 elif taken and STEP not in wanted.spare:
                     report.lack(wanted.name, STEP)
-            factors = {key: o.factor for key, o in its.origins.items() if o.factor != 1.0}
             of_user = {
                 key: value
                 for key, value in values.items()
                 if key not in wanted.keys and all(is_users(name, key) for name in writers)
             }
-            is_fresh = bool(its.fresh) and not its.origins
-            found[target.param] = Loaded(taken, factors, is_fresh, of_user if writers else {})
+            found[target.param] = Loaded.by(its, taken, of_user if writers else {})
         report.refuse("state_dict", has_stepped=has_stepped)
         log_notes(report.notes)
         return found

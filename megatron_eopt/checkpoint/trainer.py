@@ -46,6 +46,7 @@ from megatron_eopt.checkpoint.saving import (
     written_to,
 )
 from megatron_eopt.checkpoint.vocabulary import keeping_padding
+from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.routing.groups import GROUP_ID
 
 logger = logging.getLogger(__name__)
@@ -133,12 +134,18 @@ def _checked_load(
 def _asking_for_buckets(optimizer: Any) -> Iterator[None]:
     """In a block, ask for state by bucket at any layout, which :func:`match` reads or refuses."""
     forms = DistributedOptimizer.checkpoint_fully_reshardable_formats
-    own = {BY_BUCKET} if getattr(optimizer, "storages", ()) else set()
+    own = {BY_BUCKET} if _storages_of(optimizer) else set()
     DistributedOptimizer.checkpoint_fully_reshardable_formats = forms | own
     try:
         yield
     finally:
         DistributedOptimizer.checkpoint_fully_reshardable_formats = forms
+
+
+def _storages_of(optimizer: Any) -> list[Storage]:
+    """Return the members of a chain of this package; none of megatron-core's own optimizers."""
+    members = getattr(optimizer, "chained_optimizers", ())
+    return [member for member in members if isinstance(member, Storage)]
 
 
 def _refuse_other_buckets() -> NoReturn:
@@ -301,7 +308,7 @@ def _rates_kept(optimizer: Any, scheduler: Any) -> Iterator[None]:
     rates that the checkpoint has for it.
     """
     # this package's optimizers; megatron-core's own keep its behaviour
-    groups = optimizer.param_groups if getattr(optimizer, "keeps_rates", False) else []
+    groups = optimizer.param_groups if _storages_of(optimizer) else []
     own = [{key: group[key] for key in _RATES if key in group} for group in groups]
     yield
     if own and getattr(scheduler, "use_checkpoint_opt_param_scheduler", False):
@@ -390,18 +397,16 @@ def _match_fsdp_dtensor(args: Any, state: Mapping[str, Any]) -> None:
     exists = Path(folder, METADATA).exists
     catalogue = from_rank_0(lambda: read_catalogue(Path(folder)) if exists() else None)
     optimizer = _optimizer.get()
-    storages = getattr(optimizer, "storages", ())
+    storages = _storages_of(optimizer)
     if catalogue is None or not storages:
         return
     readers, has_stepped = fsdp_dtensor.readers_of(storages[0]), storages[0].steps > 0
-    notes = raise_together(
+    storages[0].decided, notes = raise_together(
         lambda: fsdp_dtensor.match(
             state, readers, catalogue, optimizer.policy, has_stepped=has_stepped
         )
     )
     log_notes(gather_unique(notes))
-    groups = [{**settings, "params": [name]} for name, settings in catalogue.settings.items()]
-    storages[0].loaded_groups = groups
 
 
 @around

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ class Storage:
 
     loaded_groups: Sequence[Mapping[str, Any]] = ()
     """Parameter groups of the last checkpoint that was, or is being, loaded."""
+
+    decided: Mapping[str, Any] = MappingProxyType({})
+    """What a load in progress decided for each parameter before it read (``fsdp_dtensor``)."""
 
     in_buffers = False
     """Whether weights and state are fragments of Megatron's flat buffers."""

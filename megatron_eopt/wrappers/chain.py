@@ -54,8 +54,6 @@ class OptimizerChain(ChainedOptimizer):
     ``storages`` step and are saved in order. ``model_chunks`` names parameters in messages.
     """
 
-    # loading a checkpoint does not change learning rates, and the trainer must not do so either
-    keeps_rates = True
     loads_itself = False  # whether the trainer must pass a loaded state dict to load_state_dict
 
     def __init__(

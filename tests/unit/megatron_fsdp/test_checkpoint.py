@@ -136,7 +136,7 @@ def test_missing_state_is_refused_unless_it_may_start_fresh():
     larger = {**saved, "weight.exp_avg": Saved("exp_avg", "weight", (3, 3))}
     with pytest.raises(ConfigurationError, match=r"exp_avg of shape .*, weight: exp_avg_sq'"):
         matched(copy.deepcopy(wanted), Catalogue("fsdp_dtensor", larger, settings=groups))
-    notes = matched(wanted, catalogue, "exp_avg_sq")
+    _, notes = matched(wanted, catalogue, "exp_avg_sq")
     text = "starts fresh (the checkpoint has: exp_avg)"
     assert [(note.text, note.name) for note in notes] == [
         (f"{kind} {text}", "weight") for kind in ("exp_avg", "exp_avg_sq")
