@@ -1,5 +1,6 @@
 """Entry: ``python -m megatron_eopt``, the same as the command ``megatron-eopt``."""
 
+import gc
 import importlib
 import logging
 import sys
@@ -13,9 +14,14 @@ def main() -> int:
     # what packages say while they are imported concerns trainings
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    # nearly all that an import creates stays
+    gc.disable()
     with Console(stderr=True).status("loading Megatron ..."):
         command = importlib.import_module("megatron_eopt.tools.command")
+    gc.enable()
     status: int = command.main()
+    # the system frees a large model faster than Python, which would look through it for cycles
+    gc.freeze()
     return status
 
 

@@ -24,7 +24,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._noted = 0  # bytes of all tracked storages, freed ones included
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         # garbage that is freed during the block would hide new allocations
-        gc.collect()
+        if gc.isenabled():
+            gc.collect()
         for item in gc.get_objects():
             # `isinstance` would read `__class__`, which some lazy objects in the process compute
             if issubclass(type(item), torch.Tensor):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.routing.places import of_megatron
-from megatron_eopt.routing.plain_names import held_paths, plain_names, renamed, renamed_paths
+from megatron_eopt.routing.plain_names import plain_names, renamed, renamed_paths
 
 _OUTPUT = re.compile(r"\boutput_layer\.weight$")
 # ``local_experts.3``, and ``weight3`` or ``bias3`` of grouped experts
@@ -22,18 +22,20 @@ def name_parameters(model_chunks: Sequence[Any]) -> None:
         if isinstance(model, torch.nn.Module):
             counted = counted_names(model)
             for name, param in model.named_parameters():
-                setattr(param, GLOBAL_NAME_ATTRIBUTE, counted[name])
+                setattr(param, GLOBAL_NAME_ATTRIBUTE, counted[name][0])
 
 
-def counted_names(model: torch.nn.Module, *, with_wrappers: bool = False) -> dict[str, str]:
-    """Return ``{name in this chunk: name in the whole model}`` for every parameter.
+def counted_names(model: torch.nn.Module) -> dict[str, tuple[str, str]]:
+    """Return each parameter's name in the whole model, and the same with wrappers.
 
+    Keys are names in ``named_parameters``.
     Megatron's layers are numbered over all pipeline stages, its experts over all ranks. An output
     layer that copies a tied embedding has the embedding's name.
     """
     layers: dict[str, str] = {}
     experts: dict[str, Sequence[int] | None] = {"": None}
-    for path, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
         above, _, child = path.rpartition(".")
         # Megatron's numbers begin with 1, but those of other modules may begin with 0
         number = getattr(module, "layer_number", None)
@@ -42,16 +44,16 @@ def counted_names(model: torch.nn.Module, *, with_wrappers: bool = False) -> dic
         if path:
             # what a rank calls expert 0 is another expert on each expert-parallel rank
             experts[path] = experts[above] or getattr(module, "local_expert_indices", None)
-    held = frozenset[str]() if with_wrappers else held_paths(model)
-    paths = renamed_paths(model, held, layers)
+    ways = [renamed_paths(modules, layers, with_wrappers=each) for each in (False, True)]
     found = {}
-    for name, _ in model.named_parameters():
-        found[name] = renamed(name, paths)
-        if (indices := experts[name.rpartition(".")[0]]) is not None:
-            found[name] = _EXPERT.sub(_numbered(indices), found[name])
     for name, param in model.named_parameters():
+        plain, wrapped = (renamed(name, paths) for paths in ways)
+        if (indices := experts[name.rpartition(".")[0]]) is not None:
+            plain, wrapped = (_EXPERT.sub(_numbered(indices), each) for each in (plain, wrapped))
         if getattr(param, "shared_embedding", False):
-            found[name] = _OUTPUT.sub("embedding.word_embeddings.weight", found[name])
+            word = "embedding.word_embeddings.weight"
+            plain, wrapped = (_OUTPUT.sub(word, each) for each in (plain, wrapped))
+        found[name] = plain, wrapped
     return found
 
 

@@ -225,7 +225,7 @@ def _check_shared_embeddings(model_chunks: Sequence[torch.nn.Module], routing: R
     for chunk in model_chunks:
         its = {n: p for n, p in chunk.named_parameters() if getattr(p, "shared_embedding", False)}
         names = counted_names(chunk) if its else {}
-        mine |= {(names[n], key_of(routes[p]) if p in routes else None) for n, p in its.items()}
+        mine |= {(names[n][0], key_of(routes[p]) if p in routes else None) for n, p in its.items()}
     keys: dict[str, list[GroupKey | None]] = {}
     for name, key in gather_unique(mine):
         keys.setdefault(name, []).append(key)

@@ -1,5 +1,6 @@
 """The trainable parameters of a model, with the facts that routing depends on."""
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ class ModelParameter:
     why_vector: str | None = None  # why its module says that it is not a layer's weight
     convolution: _ConvNd | None = None  # the convolution whose weight it is
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape of this rank's tensor-parallel shard; unsharded if plain tensors have a place."""
         return whole_shape(self.param)
@@ -121,7 +122,6 @@ def trainable_parameters(
         for place in places_in(model):
             places.setdefault(id(place.param), []).append(place)
         plain, counted = plain_names(model), counted_names(model)
-        wrapped = counted_names(model, with_wrappers=True)
         own_module = any(name.startswith("module.") for name in plain.values())
         for name, param in model.named_parameters():
             if not param.requires_grad or id(param) in found:
@@ -130,7 +130,7 @@ def trainable_parameters(
             marked = id(param) in of_outputs or bool(getattr(param, OUTPUT_ATTRIBUTE, False))
             found[id(param)] = ModelParameter(
                 name=plain[name],
-                matched_names=(counted[name], wrapped[name], tensor_name(counted[name])),
+                matched_names=(*counted[name], tensor_name(counted[name][0])),
                 of_own_module=own_module,
                 chunk=chunk,
                 param=param,

@@ -7,12 +7,14 @@ model is wrapped, as in torch's distributed checkpoints.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from torch import nn
 
-_PRIVATE = "_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module"
+_PRIVATE = frozenset(
+    {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
+)
 """What wrappers of torch and Lightning call the module that they hold."""
 
 _HOLD_MODULE = frozenset(
@@ -21,14 +23,14 @@ _HOLD_MODULE = frozenset(
 )
 """Classes of wrappers that call it ``module``, as users may call a module of their own."""
 
-_ADDED = re.compile(rf"(?<!\w)(?:{_PRIVATE}|module)\.")
+_ADDED = re.compile(rf"(?<!\w)(?:{'|'.join(_PRIVATE)}|module)\.")
 
 _PARAMETRIZED = re.compile(r"(?<!\w)parametrizations\.(\w+)\.original$")
 
 
 def plain_paths(model: nn.Module) -> dict[str, str]:
     """Return the path of each module without wrappers, by its path in ``named_modules``."""
-    return renamed_paths(model, held_paths(model))
+    return renamed_paths(dict(model.named_modules()))
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
@@ -38,43 +40,42 @@ def plain_names(model: nn.Module) -> dict[str, str]:
 
 
 def renamed_paths(
-    model: nn.Module, held: Collection[str], words: Mapping[str, str] = MappingProxyType({})
+    modules: Mapping[str, nn.Module],
+    words: Mapping[str, str] = MappingProxyType({}),
+    *,
+    with_wrappers: bool = False,
 ) -> dict[str, str]:
-    """Return another path of each module, by its path in ``named_modules``.
+    """Return another path of each module, by its path.
 
     Args:
-        model: The model.
-        held: Paths whose last component is left out.
+        modules: The model's ``named_modules``.
         words: What replaces the last component of some paths.
+        with_wrappers: Whether components of modules that a wrapper holds stay.
     """
     found = {"": ""}
-    for path, _ in model.named_modules():
+    for path in modules:
         above, _, child = path.rpartition(".")
-        if path in held:
-            found[path] = found[above]
-        elif path:
-            found[path] = f"{found[above]}.{words.get(path, child)}".lstrip(".")
+        if path:
+            is_held = not with_wrappers and _holds(modules[above], child)
+            found[path] = found[above] if is_held else _joined(found[above], words.get(path, child))
     return found
 
 
 def renamed(name: str, paths: Mapping[str, str]) -> str:
     """Return a parameter's name with another path of its module."""
     above, _, leaf = name.rpartition(".")
-    return f"{paths[above]}.{leaf}".lstrip(".")
+    return _joined(paths[above], leaf)
 
 
-def held_paths(model: nn.Module) -> frozenset[str]:
-    """Return the paths of all modules that a wrapper holds."""
-    modules = dict(model.named_modules())
-    found = set()
-    for path in modules:
-        above, _, child = path.rpartition(".")
-        by_class = child == "module" and not _HOLD_MODULE.isdisjoint(
-            cls.__name__ for cls in type(modules[above]).__mro__
-        )
-        if by_class or re.fullmatch(_PRIVATE, child):
-            found.add(path)
-    return frozenset(found)
+def _joined(above: str, leaf: str) -> str:
+    return f"{above}.{leaf}" if above else leaf
+
+
+def _holds(module: nn.Module, child: str) -> bool:
+    """Return whether a module is a wrapper that holds the user's as this child."""
+    if child != "module":
+        return child in _PRIVATE
+    return not _HOLD_MODULE.isdisjoint(cls.__name__ for cls in type(module).__mro__)
 
 
 def tensor_name(name: str) -> str:
@@ -87,7 +88,7 @@ def plain_pattern(pattern: str, *, has_module: bool) -> str:
 
     With ``has_module``, the model has a module that is called ``module`` itself.
     """
-    plain = re.sub(rf"(?<!\w)(?:{_PRIVATE})\.", "", pattern)
+    plain = re.sub(rf"(?<!\w)(?:{'|'.join(_PRIVATE)})\.", "", pattern)
     return plain if has_module else re.sub(r"^(module\.)+", "", plain)
 
 

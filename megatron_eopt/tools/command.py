@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import logging
@@ -278,6 +279,8 @@ def _layout(arguments: argparse.Namespace, sources: Sources) -> Layout:
 
 
 def _plan(arguments: argparse.Namespace, console: Console) -> None:
+    # a large model keeps what it creates, and the process ends with the plan
+    gc.disable()
     with _progress() as tell:
         request = _request(arguments)
         found = request.plan(_layout(arguments, request.sources), tell)

@@ -124,6 +124,7 @@ def dry_world(
             answered_by(peers),
             ExitStack() as active,
         ):
+            active.enter_context(torch.compiler.set_stance("force_eager"))
             for name in _COALESCED:
                 library.impl(name, lambda *_, **__: FakeWork().boxed(), "Meta")
             for mode in [_Arrivals()] if real else modes:  # type: ignore[no-untyped-call]
@@ -152,6 +153,10 @@ class _Arrivals(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Returns False, 0 or 1.0 when the host reads a value of a fake tensor."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in a dry world, and torch's guard costs each operator
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

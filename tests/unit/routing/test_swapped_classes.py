@@ -174,7 +174,7 @@ def routing(model: nn.Module) -> dict[str, tuple[str, ...]]:
         build_optimizer(model, config(print_optimizer_routing=True))
     (table,) = (line for line in lines if line.startswith("optimizer routing"))
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[3:]]
-    names = {plain(name): plain(counted) for name, counted in counted_names(model).items()}
+    names = {plain(name): plain(counted) for name, (counted, _) in counted_names(model).items()}
     return {plain(name): (names[plain(name)], *its) for name, *its in rows}
 
 
