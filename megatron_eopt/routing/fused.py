@@ -31,7 +31,7 @@ from megatron_eopt.matrices import (
     qkv,
     side_by_side,
 )
-from megatron_eopt.routing.orientation import inputs_first, interleaves
+from megatron_eopt.routing.orientation import has_halves, inputs_first
 
 GATED = {"gate_up_proj": "down_proj", "input_linear": "output_linear"}
 """What transformers calls a linear module, or a parameter of all experts, that has gate and up, and
@@ -222,9 +222,9 @@ def _gated_linear_unit(owner: Any) -> FusedWeight | None:
 
 
 def _gate_beside_up(owner: nn.Module, child: str) -> FusedWeight | None:
-    """transformers: the outputs of the gate, then those of up. Alternating ones are not split."""
+    """transformers: the outputs of the gate, then those of up. Others are not split."""
     outputs, inputs = _shape_of(owner, child)[-2], _shape_of(owner, GATED[child])[-1]
-    fits = 0 < outputs == 2 * inputs and not interleaves(owner)
+    fits = 0 < outputs == 2 * inputs and has_halves(owner)
     return FusedWeight("gated", None, gated, {}) if fits else None
 
 

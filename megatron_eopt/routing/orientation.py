@@ -27,6 +27,7 @@ _SAME = frozenset(
 _SWAPS = frozenset({"transpose", "swapaxes", "swapdims"})
 _PRODUCTS = frozenset({"matmul", "mm", "bmm", "grouped_mm", "_grouped_mm"})
 _SUMS = frozenset({"addmm", "baddbmm"})
+_CUTS = frozenset({"chunk", "split", "tensor_split", "glu"})
 
 
 def inputs_first(module: nn.Module, leaf: str, dims: int) -> bool | None:
@@ -44,11 +45,14 @@ def inputs_first(module: nn.Module, leaf: str, dims: int) -> bool | None:
     return next(iter(found)) if len(found) == 1 else None
 
 
-def interleaves(module: nn.Module) -> bool:
-    """Whether a module takes each second output of a product, such as gate and up in turn."""
+def has_halves(module: nn.Module) -> bool:
+    """Whether a module is known to cut a product in the middle, such as gate from up.
+
+    Others take each second output, or do what is not understood.
+    """
     declared: bool | None = getattr(module, "is_concatenated", None)  # as in transformers
     cls: Any = type(module)
-    return _reading(cls, 3).has_steps if declared is None else not declared
+    return _reading(cls, 3).has_halves if declared is None else declared
 
 
 @cache
@@ -92,7 +96,7 @@ class _Reader(ast.NodeVisitor):
 
     def __init__(self, cls: type, dims: int) -> None:
         self.orders: dict[str, set[bool]] = defaultdict(set)  # whether one is used as ``(in, out)``
-        self.has_steps = False  # whether a slice takes each second element
+        self.has_halves = False  # whether a tensor is cut in its last dimension
         self._cls, self._dims = cls, dims
         self._scope = _Scope()
         self._seen: set[Any] = set()
@@ -115,7 +119,8 @@ class _Reader(ast.NodeVisitor):
         given = {**dict(zip(names, arguments, strict=False)), **named}
         known = {name: its for name, node in given.items() if (its := self._tensor(node))}
         key = (function, frozenset(known.items()))
-        if key in self._seen or not (known or is_method):
+        is_torchs = str(function.__module__).startswith("torch.")
+        if key in self._seen or (is_torchs and not known and not is_method):
             return
         self._seen.add(key)
         caller, self._scope = self._scope, _Scope(function.__globals__, module, known)
@@ -142,8 +147,11 @@ class _Reader(ast.NodeVisitor):
         for item in (*node.generators, node.elt):
             self.visit(item)
 
-    def visit_Slice(self, node: ast.Slice) -> None:
-        self.has_steps |= isinstance(node.step, ast.Constant) and node.step.value == 2
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        self.generic_visit(node)
+        last = node.slice.elts[-1] if isinstance(node.slice, ast.Tuple) else None
+        if isinstance(last, ast.Slice):
+            self.has_halves |= last.step is None and bool(last.lower or last.upper)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         self.generic_visit(node)
@@ -164,6 +172,9 @@ class _Reader(ast.NodeVisitor):
             self._product(*arguments[-2:])
         elif name == "einsum":
             self._einsum(arguments)
+        elif name in _CUTS:
+            dims = [item.value for item in node.keywords if item.arg == "dim"] or arguments[-1:]
+            self.has_halves |= name == "glu" or any(dim != 0 for n in dims for dim in _integers(n))
         else:
             self._follow(node)
 

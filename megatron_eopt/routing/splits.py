@@ -45,6 +45,9 @@ _FUSED_NAME = re.compile(
     r"(linear_)?(qkv|kv|wqkv)(_down)?(_proj)?|in_proj(_\w+)?|gate_up_proj|w13|c_attn|query_key_value"
 )
 
+# What modules of experts call their number.
+_EXPERTS = ("num_experts", "moe_num_experts", "num_local_experts", "n_experts")
+
 # Names of weights in recurrent layers.
 _RECURRENT = re.compile(r"weight_(ih|hh)(?=_|$)")
 
@@ -285,6 +288,7 @@ def _looks_fused(weight: _Weight) -> bool:
     return (weight.param.dim() == 2 or weight.place.is_stack) and (
         any(map(_FUSED_NAME.fullmatch, names))
         or _has_gates(weight)
+        or _has_experts(weight)
         or len(getattr(weight.param, "partition_sizes", None) or ()) > 1
         or getattr(weight.param, "partition_stride", 1) > 1
     )
@@ -297,3 +301,13 @@ def _has_gates(weight: _Weight) -> bool:
     # it has as many rows as the one that multiplies the state, which without gates is square
     state = weight.linear._parameters.get(_RECURRENT.sub("weight_hh", weight.place.leaf))
     return state is not None and whole_shape(state)[0] > whole_shape(state)[-1]
+
+
+def _has_experts(weight: _Weight) -> bool:
+    """Whether it is 2-D, but has rows of several experts, whose number its module gives."""
+    counts = (getattr(weight.linear, name, None) for name in _EXPERTS)
+    count = next((n for n in counts if isinstance(n, int)), 1)
+    rows = whole_shape(weight.param)[0]
+    is_cut = 1 < count < rows and rows % count == 0
+    place = weight.place
+    return is_cut and weight.param.dim() == 2 and place.is_of_experts and not place.why_vector

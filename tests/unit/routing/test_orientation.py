@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,6 +234,100 @@ class InputsFirst(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = torch.bmm(x, self.gate_up_proj).chunk(2, dim=-1)
         return torch.bmm(gate * up, self.down_proj)
+
+
+class GatedExperts(InputsFirst):
+    """Subclasses cut gate and up apart."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.parts(torch.bmm(x, self.gate_up_proj))
+        return torch.bmm(gate * up, self.down_proj)
+
+    def parts(self, y: torch.Tensor) -> Any:
+        return y.split(4, dim=-1)
+
+
+class BySlices(GatedExperts):
+    def parts(self, y: torch.Tensor) -> Any:
+        return y[..., :4], y[..., 4:]
+
+
+def cut_apart(y: torch.Tensor) -> Any:
+    return torch.chunk(y, 2, -1)
+
+
+class ByFunction(GatedExperts):
+    def parts(self, y: torch.Tensor) -> Any:
+        return cut_apart(y)
+
+
+class BySteps(GatedExperts):
+    def parts(self, y: torch.Tensor) -> Any:
+        return y[..., ::2], y[..., 1::2]
+
+
+class ByView(GatedExperts):
+    def parts(self, y: torch.Tensor) -> Any:
+        return y.view(*y.shape[:-1], -1, 2).unbind(-1)
+
+
+class ByIndex(GatedExperts):
+    def parts(self, y: torch.Tensor) -> Any:
+        even = torch.arange(0, 8, 2)
+        return y.index_select(-1, even), y.index_select(-1, even + 1)
+
+
+class InTurn(nn.Module):
+    """A dense layer whose outputs alternate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(6, 8), nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).unflatten(-1, (4, 2)).unbind(-1)
+        return self.down_proj(gate * up)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("cls", "is_known"),
+    [(cls, True) for cls in (GatedExperts, BySlices, ByFunction)]
+    + [(cls, False) for cls in (BySteps, ByView, ByIndex, InTurn)],
+)
+@eager
+def test_gate_and_up_are_halves_only_where_the_code_cuts_them(cls, is_known):
+    model = nn.ModuleDict({"experts": cls()})
+    with listening() as lines:
+        build_optimizer(model, config())
+    found = {split.kind for split in find_splits([model], which=["gated"]).values()}
+    assert ("gated" in found) == is_known
+    assert any("look fused" in line for line in lines) != is_known
+
+
+class FlatExperts(nn.Module):
+    """All experts in rows of one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_local_experts = 3
+        self.weight = nn.Parameter(torch.randn(12, 6))
+
+
+@eager
+def test_experts_in_one_2d_weight_look_fused():
+    weights = [("experts.weight", FlatExperts())]
+    if FOUND:
+        home = importlib.import_module("transformers.models.dbrx.modeling_dbrx")
+        sizes = {"hidden_size": 6, "ffn_hidden_size": 4, "moe_num_experts": 3, "ffn_act_fn": {}}
+        dbrx = home.DbrxExperts(SimpleNamespace(**sizes))
+        for param in dbrx.parameters():
+            nn.init.normal_(param)
+        weights += [(f"experts.mlp.{name}", dbrx) for name in ("w1", "v1", "w2")]
+    for name, module in weights:
+        with listening() as lines:
+            build_optimizer(nn.ModuleDict({"experts": module}), config())
+        (line,) = (line for line in lines if "look fused" in line)
+        assert name in line
 
 
 class Network(nn.Module):
