@@ -10,9 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from tqdm import tqdm
@@ -25,7 +23,6 @@ from megatron_eopt.base.errors import (
     check_number,
 )
 from megatron_eopt.config.config import EmergingOptimizerConfig
-from megatron_eopt.config.settings import resolve
 from megatron_eopt.tools.explain import explain, show
 from megatron_eopt.tools.plan.architectures import LEFT_OUT, Architecture, add_flags, from_flags
 from megatron_eopt.tools.plan.machine import MACHINES, Machine
@@ -34,15 +31,12 @@ from megatron_eopt.tools.plan.planning import Plan, plan
 from megatron_eopt.tools.plan.tables import (
     Sources,
     as_dict,
-    replay_as_dict,
     show_plan,
     show_rates,
-    show_replay,
     show_sweep,
 )
 from megatron_eopt.tools.rates import MODES, TP_MODES, Scale, carried, suggested, weights_of
 from megatron_eopt.tools.recipe import NAMES, Recipe, recipe
-from megatron_eopt.tools.replay import replay, replay_others, scaled
 
 
 def gibibytes(text: str) -> float:
@@ -107,22 +101,6 @@ def command_parser(published: Recipe | None = None) -> argparse.ArgumentParser:
         sizes.add_argument(f"--{short}", f"--{flag}", dest=field, type=int, metavar="N", help=text)
     _add_common(one, published)
     one.set_defaults(run=_plan)
-    text = "run the real optimizer step of one rank here, and compare it with the plan"
-    usage = "megatron-eopt replay [--model NAME] [--rank N] [--scale 1/64] [--stock] [FLAG ...]"
-    real = commands.add_parser(
-        "replay", usage=usage, help=text, description=f"{text[0].upper()}{text[1:]}."
-    )
-    sizes = real.add_argument_group("layout (sizes default to 1; without any, the recipe's)")
-    for field, (short, flag, about) in SIZES.items():
-        sizes.add_argument(f"--{short}", f"--{flag}", dest=field, type=int, metavar="N", help=about)
-    about = "the rank to run (default: the one that computes most)"
-    real.add_argument("--rank", type=_rank, metavar="N", help=about)
-    about = "elements of each weight, as a part of the model's: 1/4, 1/16, 1/64 (default: 1)"
-    real.add_argument("--scale", type=Fraction, default=Fraction(1), metavar="1/N", help=about)
-    about = "also run the same rank with Adam, and with megatron-core's own Muon"
-    real.add_argument("--stock", action="store_true", help=about)
-    _add_common(real, published)
-    real.set_defaults(run=_replay)
     text = "compare layouts of the same number of GPUs"
     usage = "megatron-eopt sweep --ranks N [--model NAME] [--tp N ...] [--pp N ...] [FLAG ...]"
     many = commands.add_parser("sweep", usage=usage, help=text, description=_about(text))
@@ -230,10 +208,6 @@ def _sources(arguments: argparse.Namespace, architecture: Architecture) -> Sourc
     return Sources(tokens, {"tokens": source, "optimizer": optimizer}, left_out)
 
 
-def _rank(text: str) -> int | None:
-    return None if text == "busiest" else int(text)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Request:
     """What the arguments ask for."""
@@ -250,7 +224,7 @@ class _Request:
 
 
 def _request(arguments: argparse.Namespace) -> _Request:
-    """Check the arguments of plans and replays."""
+    """Check the arguments of plans."""
     flags = vars(arguments)
     given = {name: value for name, value in flags.items() if value is not None}
     published = arguments.model and recipe(arguments.model)
@@ -288,28 +262,6 @@ def _plan(arguments: argparse.Namespace, console: Console) -> None:
         console.print_json(json.dumps(as_dict(found) | dataclasses.asdict(request.sources)))
     else:
         show_plan(found, arguments.gpu, request.sources, console)
-
-
-def _replay(arguments: argparse.Namespace, console: Console) -> None:
-    if arguments.stock and arguments.optimizer == "adam":
-        arguments.optimizer = "muon"  # Adam has its own column
-    with _progress() as tell:
-        request = _request(arguments)
-        if arguments.scale != 1:
-            smaller = scaled(request.architecture, arguments.scale)
-            request = dataclasses.replace(request, architecture=smaller)
-        layout = _layout(arguments, request.sources)
-        planned = request.plan(layout, tell)
-        rank = planned.rank if arguments.rank is None else arguments.rank
-        what = (request.architecture, layout, request.config, rank, tell)
-        done = replay(*what)
-        others = replay_others(*what) if arguments.stock else {}
-    if arguments.json:
-        console.print_json(json.dumps(replay_as_dict(done, planned, others)))
-    else:
-        how: dict[str, Any] = {"gpu": arguments.gpu, "sources": request.sources}
-        how["optimizer"] = resolve(request.config).optimizer
-        show_replay(done, planned, others, **how, console=console)
 
 
 def _sweep(arguments: argparse.Namespace, console: Console) -> None:

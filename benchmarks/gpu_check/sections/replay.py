@@ -1,22 +1,32 @@
 """Run the step of one rank of a large job, as it is, beside its plan and other optimizers.
 
-``megatron-eopt replay --stock`` does the work: with ours, with Adam, and with megatron-core's Muon.
+The same rank steps with ours, with Adam, and with megatron-core's Muon.
 """
 
-import contextlib
-import io
-import json
-from typing import Any
+from dataclasses import asdict
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 from benchmarks.gpu_check.context import Context, Outcome
-from megatron_eopt.tools.command import main
+from benchmarks.gpu_check.replay import Run, replay, replay_others, scaled
+from megatron_eopt.config.config import EmergingOptimizerConfig
+from megatron_eopt.tools.plan.machine import MACHINES
+from megatron_eopt.tools.plan.model import Layout
+from megatron_eopt.tools.plan.planning import Plan, plan
+from megatron_eopt.tools.recipe import recipe
 
-JOBS = {"Llama-3-8B, TP 8 x DP 64": ["--model", "llama-3-8b", "--tp", "8", "--dp", "64"]}
+
+class Job(NamedTuple):
+    """A job of Llama-3-8B of which one rank is run."""
+
+    layout: Layout
+    scale: Fraction = Fraction(1)  # elements of each weight, as a part of the model's
+    layers: int = 32
+
+
+JOBS = {"Llama-3-8B, TP 8 x DP 64": Job(Layout(tensor=8, data=64))}
 SMALL_JOBS = {
-    "Llama-3-8B, TP 2 x DP 4, 1/64": [
-        *("--model", "llama-3-8b", "--num-layers", "2", "--tp", "2", "--dp", "4"),
-        *("--scale", "1/64"),
-    ]
+    "Llama-3-8B, TP 2 x DP 4, 1/64": Job(Layout(tensor=2, data=4), Fraction(1, 64), layers=2)
 }
 OTHERS = ("adam", "stock")
 """Keys of other optimizers' runs."""
@@ -25,9 +35,9 @@ OTHERS = ("adam", "stock")
 def run(context: Context) -> Outcome:
     """Replay the busiest rank of every job; its counts must be those of the plan."""
     outcome, told = context.outcome, []
-    for name, arguments in (SMALL_JOBS if context.small else JOBS).items():
+    for name, job in (SMALL_JOBS if context.small else JOBS).items():
         with outcome.noting(name):
-            outcome.figures[name] = found = replayed(arguments)
+            outcome.figures[name] = found = replayed(job)
             if not found["counts_agree"]:
                 outcome.problems.append(f"{name}: kernels, bytes or calls are not the plan's")
             outcome.problems += [
@@ -40,15 +50,44 @@ def run(context: Context) -> Outcome:
     return outcome
 
 
-def replayed(arguments: list[str]) -> dict[str, Any]:
-    """Return what ``megatron-eopt replay`` prints as JSON."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main(["replay", *arguments, "--stock", "--json"])
-    if status:
-        raise RuntimeError(err.getvalue())
-    found: dict[str, Any] = json.loads(out.getvalue())
+def replayed(job: Job) -> dict[str, Any]:
+    """Return the step of a job's busiest rank beside the plan's and others', as plain values."""
+    one = recipe("llama-3-8b")
+    how: dict[str, Any] = {"lr": 1e-3, "bf16": True, "use_distributed_optimizer": True}
+    config = EmergingOptimizerConfig(**how, **one.optimizer_settings)
+    model = one.architecture(num_layers=job.layers)
+    model = model if job.scale == 1 else scaled(model, job.scale)
+    planned = plan(model, job.layout, MACHINES["H100"], config, tokens=2**22)
+    what = model, job.layout, config, planned.rank
+    done, others = replay(*what), replay_others(*what)
+    found = {
+        "rank": done.rank,
+        "device": done.device,
+        "counts_agree": done.agrees,
+        "counted": asdict(done.report.total),
+        "expected": asdict(done.expected.total),
+        "memory": asdict(done.report.memory),
+        "expected_memory": asdict(done.expected.memory),
+        "planned": {**asdict(planned.times), "step": planned.times.step},
+        "planned_share": planned.share,
+        **_as_dict(done, planned),
+    }
+    for name, other in others.items():
+        if isinstance(other, str):
+            found[name] = {"left_out": other}
+        else:
+            share = None if other.share is None else asdict(other.share)
+            found[name] = _as_dict(other, planned) | {"share": share, "notes": other.notes}
     return found
+
+
+def _as_dict(run: Run, planned: Plan) -> dict[str, Any]:
+    return {
+        "seconds": {"step": run.step, **run.parts},
+        "share_of_iteration": run.step / (run.step + planned.train_step),
+        "peak": run.peak,
+        "elements": run.elements,
+    }
 
 
 def _headline(found: dict[str, Any]) -> str:

@@ -10,14 +10,7 @@ from rich.table import Table
 from megatron_eopt.tools.plan.cost import bytes_sent
 from megatron_eopt.tools.plan.planning import Checks, Plan
 from megatron_eopt.tools.rates import Weights
-from megatron_eopt.tools.replay import Other, Replayed, Run
 from megatron_eopt.wrappers.memory import Memory
-
-_PARTS = ("products", "passes", "copies", "waiting")
-"""Parts of a replayed step."""
-
-_TITLES = {"adam": "Adam", "stock": "Megatron's Muon"}
-"""What others are called in tables."""
 
 _GIB = 2**30
 _TERA = 1e12
@@ -191,96 +184,6 @@ def show_sweep(plans: Sequence[Plan], gpu: str, sources: Sources, console: Conso
         console.print(f"The shortest step of those that fit: {cuts}")
     else:
         console.print("Larger tp, pp or ep, or more GPUs, need less memory on each.")
-
-
-def replay_as_dict(done: Replayed, plan: Plan, others: Mapping[str, Other | str]) -> dict[str, Any]:
-    """Return a replayed step beside the plan's and other optimizers', as plain values."""
-    found = {
-        "rank": done.rank,
-        "device": done.device,
-        "counts_agree": done.agrees,
-        "counted": asdict(done.report.total),
-        "expected": asdict(done.expected.total),
-        "memory": asdict(done.report.memory),
-        "expected_memory": asdict(done.expected.memory),
-        "planned": {**asdict(plan.times), "step": plan.times.step},
-        "planned_share": plan.share,
-        **_run_as_dict(done, plan),
-    }
-    for name, other in others.items():
-        found[name] = {"left_out": other} if isinstance(other, str) else _run_as_dict(other, plan)
-        if isinstance(other, Other):
-            share = None if other.share is None else asdict(other.share)
-            found[name] |= {"share": share, "notes": other.notes}
-    return found
-
-
-def _run_as_dict(run: Run, plan: Plan) -> dict[str, Any]:
-    return {
-        "seconds": {"step": run.step, **run.parts},
-        "share_of_iteration": _share(run.step, plan),
-        "peak": run.peak,
-        "elements": run.elements,
-    }
-
-
-def _share(step: float, plan: Plan) -> float:
-    return step / (step + plan.train_step)
-
-
-def show_replay(
-    done: Replayed,
-    plan: Plan,
-    others: Mapping[str, Other | str],
-    *,
-    optimizer: str,
-    gpu: str,
-    sources: Sources,
-    console: Console,
-) -> None:
-    """Print a replayed step of ``optimizer`` beside the plan's and those of others."""
-    _show_sources(sources, console)
-    counts = "those of the plan" if done.agrees else "NOT those of the plan"
-    console.print(f"rank {done.rank} on this {done.device}: kernels, bytes and calls are {counts}")
-    times = plan.times
-    planned = {
-        "products": _ms(times.products),
-        "passes": _ms(times.elements),
-        "waiting": _ms(times.exposed + times.teams),
-        "step": _ms(times.step),
-        "of an iteration": f"{plan.share:.2%}",
-        "peak memory, GiB": f"{done.expected.memory.total / _GIB:.3f}",
-    }
-    own = f"ours: {optimizer}"
-    runs: dict[str, Run] = {own: done}
-    runs |= {_TITLES[n]: other for n, other in others.items() if isinstance(other, Other)}
-    cells = [_cells(run, plan) for run in runs.values()]
-    rows = [(name, *(cell[name] for cell in cells), planned.get(name, "")) for name in cells[0]]
-    title = f"Step here, in ms, beside the plan for {gpu}, whose passes include copies"
-    _print(console, title, ("", *runs, "plan of ours"), rows)
-    console.print(f"The rest of an iteration is predicted for {gpu}.")
-    for name, other in others.items():
-        if isinstance(other, str):
-            console.print(f"{_TITLES[name]} is left out: {other}")
-            continue
-        for note in other.notes:
-            console.print(f"{_TITLES[name]}: {note}")
-        if other.share is not None:
-            console.print(
-                f"{_TITLES[name]} gives this rank {other.share.matrices} of {other.share.of} "
-                f"matrices; its busiest rank computes {other.share.busiest:.2f} times as much"
-            )
-
-
-def _cells(run: Run, plan: Plan) -> dict[str, str]:
-    """Return a column of the table, by the name of the row."""
-    return {
-        **{part: _ms(run.parts.get(part, 0.0)) for part in _PARTS},
-        "step": _ms(run.step),
-        "of an iteration": f"{_share(run.step, plan):.2%}",
-        "peak memory, GiB": f"{run.peak / _GIB:.3f}",
-        "weights updated": f"{run.elements:,}",
-    }
 
 
 def show_rates(

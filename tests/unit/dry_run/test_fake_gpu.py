@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu_check.replay import figures
 from megatron_eopt.tools.dry_run import dry_world, report_of
-from megatron_eopt.tools.replay import figures
 from tests.harness import run_ranks
 from tests.harness.fake_gpu import Waits, fake_gpu
 from tests.unit.dry_run.optimizers import BF16, FSDP2, dry_optimizer

@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks.gpu_check.stock import REFUSALS, Share, settings_of, share_of, stock_muon
 from megatron_eopt.base import gpu
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.live_bytes import LiveBytes
@@ -29,7 +30,6 @@ from megatron_eopt.tools.dry_run.counting import current_phase
 from megatron_eopt.tools.plan.architectures import Architecture
 from megatron_eopt.tools.plan.model import Layout, build_stage
 from megatron_eopt.tools.plan.planning import adams
-from megatron_eopt.tools.stock import REFUSALS, Share, settings_of, share_of, stock_muon
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 
 _SIZES = (
@@ -103,7 +103,7 @@ def scaled(architecture: Architecture, scale: Fraction) -> Architecture:
     divisor = math.isqrt(scale.denominator)
     if scale.numerator != 1 or divisor**2 != scale.denominator:
         rule = "must be 1 over a square number, since both sides of a weight become shorter"
-        raise ConfigurationError("--scale", str(scale), rule, "Use 1/4, 1/16 or 1/64")
+        raise ConfigurationError("scale", str(scale), rule, "Use 1/4, 1/16 or 1/64")
     sizes = {name: architecture.fields[name] for name in _SIZES if architecture.fields.get(name)}
     if "kv_channels" not in sizes and "kv_lora_rank" not in sizes:
         sizes["kv_channels"] = (
@@ -113,7 +113,7 @@ def scaled(architecture: Architecture, scale: Fraction) -> Architecture:
     if odd:
         name, size = next(iter(odd.items()))
         rule = f"must divide all sides of weights by {divisor}, but {name} is {size}"
-        raise ConfigurationError("--scale", str(scale), rule, "Choose a larger scale")
+        raise ConfigurationError("scale", str(scale), rule, "Choose a larger scale")
     fields = {**architecture.fields, **{name: size // divisor for name, size in sizes.items()}}
     # a multiple of 128, so that tensor parallelism divides it evenly
     vocab = -(-architecture.vocab_size // divisor // 128) * 128
@@ -247,7 +247,7 @@ def _check_fit(rank: int, needed: int, tell: Callable[[str], None]) -> None:
     tell(f"rank {rank} needs {needed / 2**30:.2f} GiB of {free / 2**30:.2f} GiB")
     if needed > free:
         rule = f"needs {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free"
-        raise ConfigurationError("rank", rank, rule, "Use --scale 1/64, or a larger layout")
+        raise ConfigurationError("rank", rank, rule, "Use the scale 1/64, or a larger layout")
 
 
 def _timed(optimizer: Any) -> float:

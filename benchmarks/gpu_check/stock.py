@@ -48,7 +48,7 @@ def settings_of(config: EmergingOptimizerConfig) -> tuple[OptimizerConfig, list[
     settings = resolve(config)
     if settings.optimizer not in _KINDS:
         rule = f"is not compared with megatron-core's: only {' and '.join(_KINDS)} are"
-        raise ConfigurationError("--optimizer", settings.optimizer, rule, "Leave out --stock")
+        raise ConfigurationError("--optimizer", settings.optimizer, rule, "Compare one of these")
     full, notes = settings.config, []
     given = {f.name: getattr(full, f.name) for f in fields(OptimizerConfig) if f.init}
     scale, scales = given["muon_scale_mode"], get_args(MuonScaleT)
