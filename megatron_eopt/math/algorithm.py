@@ -107,6 +107,7 @@ def _studied(width: Literal["float32", "16-bit"]) -> dict[tuple[Triple, ...], tu
     return {resolve_coefficients(*named): restarts for named, restarts in _STUDIED[width].items()}
 
 
+@lru_cache(maxsize=4096)
 def is_studied(shape: tuple[int, int], schedule: tuple[Triple, ...]) -> bool:
     """Return whether the 16-bit Gram iteration was found accurate for a shape and schedule."""
     return schedule in _studied("16-bit") and min(shape) >= _SMALLEST_16_BIT

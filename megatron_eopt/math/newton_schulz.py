@@ -238,7 +238,8 @@ def iterate_standard(
     for step, (a, b, c) in enumerate(triples):
         wide, diagonal = x.mT if tall else x, a if on_diagonal else 0.0
         # summed before the polynomial, which is not linear in it
-        square = _reduced(symmetric(wide, wide.mT, out=square), reduce)
+        square = symmetric(wide, wide.mT, out=square)
+        square = square if reduce is None else reduce(square)
         if team is None:
             numbers = {"beta": b, "alpha": c, "diagonal": diagonal}
             symmetric(square, square, square, out=polynomial, **numbers)
@@ -360,7 +361,8 @@ def iterate_gram(
     spare = torch.empty_like(x) if spare is None else spare
     for start, stop in pairwise((0, *plan.restarts, len(triples))):
         wide = x.mT if tall else x
-        a = _reduced(symmetric(wide, wide.mT), reduce)
+        a = symmetric(wide, wide.mT)
+        a = a if reduce is None else reduce(a)
         if team is None and products.serves(a):
             q = _accumulate_halves(a, triples[start:stop], is_first=start == 0)
         else:
@@ -375,7 +377,3 @@ def iterate_gram(
 def _team(reduce: ReduceT | None) -> Team | None:
     # by attribute, since `reduce` may be any function that sums
     return cast(Team, reduce) if hasattr(reduce, "gather") else None
-
-
-def _reduced(gram: Tensor, reduce: ReduceT | None) -> Tensor:
-    return gram if reduce is None else reduce(gram)

@@ -2,8 +2,8 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal, get_args
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -130,7 +130,6 @@ class Orthogonalization:
         object.__setattr__(self, "_chosen", chosen)
         object.__setattr__(self, "_products", sound_precision(schedule, self.precision))
 
-    @torch.no_grad()
     def __call__(
         self,
         x: Tensor,
@@ -138,51 +137,18 @@ class Orthogonalization:
         scale: float | tuple[float, ...] = 1.0,
         reduce: ReduceT | None = None,
         whole_shape: tuple[int, int] | None = None,
-        in_place: bool = False,
-        squares: Tensor | None = None,
     ) -> Tensor:
-        """Return orthogonal factors, in ``x`` itself if ``in_place``; see :func:`orthogonalize`."""
+        """Return orthogonal factors; see :func:`orthogonalize`."""
         if x.ndim < 2:
             rule = "must have the shape (m, n) or (..., m, n), because only matrices can be "
             hint = "Train vectors and scalars with an element-wise optimizer"
             raise ConfigurationError("x", tuple(x.shape), rule + "orthogonalized", hint)
         shape = (x.shape[-2], x.shape[-1]) if whole_shape is None else whole_shape
-        other = self._other
-        # The packages compute whole matrices in 16 bits. `auto` must not be less accurate than our
-        # own iteration, and a backend chosen by name is used as it is.
-        if self.backend == "auto" and (reduce or not is_studied(shape, self._schedule)):
-            other = None
-        algorithm = self.algorithm if other is None else self._chosen
-        plan = choose_algorithm(shape, x.dtype, self.precision, self._schedule, algorithm)
-        transposed = shape[0] > shape[1]
-        wide = x.mT if transposed else x
-        # kernels and `baddbmm` take one batch dimension
-        if x.ndim > 3:
-            wide = wide.flatten(0, -3)
-        factors = scale if isinstance(scale, tuple) else (scale,)
-        # "medium" casts operands explicitly; the few float32 products left must be exact
-        with matmul_precision("high" if self._products == "high" else "highest"):
-            if other is None:
-                out = wide if in_place else None
-                factor = math.prod(factors)
-                given = (reduce, out, squares)
-                result = _iterate(wide, self._schedule, factor, plan, self.eps, *given)
-            elif reduce is None:
-                result = other.compute(wide, self._schedule, plan, self.eps)
-            else:
-                rule = "computes whole matrices only, but the ranks share the long side of this one"
-                hint = "Use backend='torch' or a TP mode other than 'distributed'"
-                raise ConfigurationError("backend", self.backend, rule, hint)
-        result = result.to(x.dtype)
-        result = (result.mT if transposed else result).reshape(x.shape)
-        # one after the other, as upstream rounds after each; our iteration has applied them already
-        for factor in factors if other else ():
-            if factor != 1.0:
-                result = result * factor
-        if not in_place:
-            return result
-        # not `is`: the result may be another view of the same memory
-        return x if address_of(result) == address_of(x) else x.copy_(result)
+        stack = x.detach().unsqueeze(0) if x.ndim == 2 else x.detach().flatten(0, -3)
+        # not of `flatten`, which may return `x` itself
+        stack = stack.clone()
+        self.factors_(stack, reduce, shape, scale if isinstance(scale, tuple) else (scale,))
+        return stack.reshape(x.shape)
 
     @property
     def whole_only(self) -> bool:
@@ -208,6 +174,7 @@ class Orthogonalization:
         """Return the two factors of the scale, since other packages round after each of them."""
         return scale_factor(*shape, self.scale_mode), self.extra_scale_factor
 
+    @torch.no_grad()
     def factors_(
         self,
         stack: Tensor,
@@ -218,81 +185,122 @@ class Orthogonalization:
     ) -> None:
         """Replace a stack ``(batch, rows, cols)`` by orthogonal factors times ``scales``, in place.
 
-        With ``reduce``, ranks share the long side of matrices of this ``shape``. A batch of one is
-        computed as a 2-D matrix. ``squares`` ``(batch, parts)`` are sums of squares, if known.
+        With ``reduce``, ranks share the long side of matrices of this ``shape``; otherwise the
+        shape is the stack's own. A batch of one is computed as a 2-D matrix. ``squares`` ``(batch,
+        parts)`` are sums of squares, if known.
         """
-        # without `reduce` the stack has whole matrices, whose shape is its own; pieces in blockwise
-        # mode, too
-        whole_shape = None if reduce is None else shape
         if len(stack) == 1:
             stack, squares = stack[0], None if squares is None else squares[0]
-        given: dict[str, Any] = {"whole_shape": whole_shape, "squares": squares}
-        self(stack, scale=scales, reduce=reduce, in_place=True, **given)
+        rows, columns = stack.shape[-2:]
+        # pieces in blockwise mode, too, are matrices of their own
+        shape = (rows, columns) if reduce is None else shape
+        other = self._other
+        # The packages compute whole matrices in 16 bits. `auto` must not be less accurate than our
+        # own iteration, and a backend chosen by name is used as it is.
+        if self.backend == "auto" and (reduce or not is_studied(shape, self._schedule)):
+            other = None
+        wide = stack.mT if shape[0] > shape[1] else stack
+        # "medium" casts operands explicitly; the few float32 products left must be exact
+        with matmul_precision("high" if self._products == "high" else "highest"):
+            if other is None:
+                form = _form(
+                    shape,
+                    wide.shape[-2],
+                    wide.dtype,
+                    self.precision,
+                    self._schedule,
+                    self.algorithm,
+                    math.prod(scales),
+                    products.serves(wide, torch.bfloat16),
+                )
+                _iterate_(wide, form, self.eps, reduce, squares)
+                return
+            if reduce is not None:
+                rule = "computes whole matrices only, but the ranks share the long side of this one"
+                hint = "Use backend='torch' or a TP mode other than 'distributed'"
+                raise ConfigurationError("backend", self.backend, rule, hint)
+            plan = choose_algorithm(shape, wide.dtype, self.precision, self._schedule, self._chosen)
+            result = other.compute(wide, self._schedule, plan, self.eps).to(wide.dtype)
+        # one after the other, as upstream rounds after each; our iteration has applied them already
+        for factor in scales:
+            if factor != 1.0:
+                result = result * factor
+        wide.copy_(result)
 
 
-def _iterate(
-    wide: Tensor,
+class _Form(NamedTuple):
+    """How the iteration computes matrices of one shape."""
+
+    plan: Plan
+    schedule: tuple[Triple, ...]  # scaled, so that little or nothing remains to be done
+    norm: float  # Frobenius norm of the first iterate
+    rest: float  # what the last iterate has to be multiplied by
+    ends_in_first: bool  # whether the buffer of the first iterate has the last one, too
+
+
+@lru_cache(maxsize=4096)
+def _form(
+    shape: tuple[int, int],
+    short_side: int,
+    dtype: torch.dtype,
+    precision: PrecisionT,
     schedule: tuple[Triple, ...],
+    algorithm: AlgorithmT,
     factor: float,
-    plan: Plan,
-    eps: float,
-    reduce: ReduceT | None,
-    out: Tensor | None,
-    squares: Tensor | None,
-) -> Tensor:
-    """Orthogonalize this rank's parts of matrices and multiply the result by ``factor``.
-
-    The result is written to ``out``, which may be ``wide``, if its dtype and strides allow it.
-    """
-    plan = plan.stable(wide.shape[-2])
-    has_kernels = products.serves(wide, plan.dtype)
+    has_kernels: bool,
+) -> _Form:
+    """Decide how to compute orthogonal factors times ``factor``."""
+    plan = choose_algorithm(shape, dtype, precision, schedule, algorithm).stable(short_side)
     # the standard form too, see Note [Float16 range]
     if plan.dtype == torch.bfloat16 and has_kernels:
         plan = replace(plan, dtype=torch.float16)
-    tall = wide.stride(-2) < wide.stride(-1)
-    x = wide.mT if tall else wide
-    place = None
-    if out is not None:
-        out = out.mT if tall else out
-        if out.dtype.itemsize == plan.dtype.itemsize and out.is_contiguous():
-            # another dtype of the same width: iterates use the caller's memory as they please
-            place = out.view(plan.dtype)
-            # unless kernels take iterates from new memory only, since this one is not aligned
-            if has_kernels and not products.serves(place):
-                place = None
-    # iterates alternate between two buffers, and the last one must be in `place`
-    first, spare = (None, place) if plan.products(len(schedule)) % 2 else (place, None)
-    norm, scale = 1.0, 1.0
+    # iterates alternate between two buffers
+    is_even = plan.products(len(schedule)) % 2 == 0
     if plan.dtype == torch.float16:
-        norm = FLOAT16_NORM
-        schedule, scale = rescaled(schedule, norm)
-    else:
-        schedule = _scaled(schedule, factor)
-    x = normalize(x, eps, plan.dtype, reduce, norm=norm, out=first, squares=squares)
-    finish: LastT | None = None
-    if plan.dtype == torch.float16 and products.serves(x):
-        # the last product also multiplies by what remains, and rounds once
-        result = torch.empty_like(x, dtype=wide.dtype) if out is None or place is None else out
-        finish = partial(products.multiply, out=result, alpha=factor / scale)
-    buffers: dict[str, Any] = {"tall": tall, "spare": spare, "last": finish}
-    if plan.algorithm == "standard":
-        x = iterate_standard(x, schedule, reduce, **buffers)
-    else:
-        x = iterate_gram(x, schedule, plan, reduce, **buffers)
-    if plan.dtype == torch.float16 and finish is None:
-        last: float | Tensor = factor / scale
-        if not _WITHIN_FLOAT16[0] <= abs(factor / scale) <= _WITHIN_FLOAT16[1]:
-            # a 1-D factor makes the product float32 before it is rounded
-            last = torch.full((1,), factor / scale, dtype=torch.float32, device=x.device)
-        # `out` may be the memory of `x`, read as another dtype; element by element that is safe
-        x = torch.mul(x, last, out=torch.empty_like(x, dtype=wide.dtype) if place is None else out)
-    return x.mT if tall else x
-
-
-def _scaled(schedule: tuple[Triple, ...], factor: float) -> tuple[Triple, ...]:
-    """Return a schedule whose result is ``factor`` times that of ``schedule``."""
+        scaled, scale = rescaled(schedule, FLOAT16_NORM)
+        return _Form(plan, scaled, FLOAT16_NORM, factor / scale, is_even)
     a, b, c = schedule[-1]
-    return (*schedule[:-1], (a * factor, b * factor, c * factor))
+    last = (a * factor, b * factor, c * factor)
+    return _Form(plan, (*schedule[:-1], last), 1.0, 1.0, is_even)
+
+
+def _iterate_(
+    wide: Tensor, form: _Form, eps: float, reduce: ReduceT | None, squares: Tensor | None
+) -> None:
+    """Replace this rank's parts of wide matrices by their orthogonal factors."""
+    dtype = form.plan.dtype
+    tall = wide.stride(-2) < wide.stride(-1)
+    own = x = wide.mT if tall else wide
+    place = None
+    if own.dtype.itemsize == dtype.itemsize and own.is_contiguous():
+        # another dtype of the same width: iterates use the caller's memory as they please
+        place = own.view(dtype)
+        # unless kernels take iterates from new memory only, since this one is not aligned
+        if products.serves(wide, dtype) and not products.serves(place):
+            place = None
+    # the last iterate must be in `place`
+    first, spare = (place, None) if form.ends_in_first else (None, place)
+    x = normalize(x, eps, dtype, reduce, norm=form.norm, out=first, squares=squares)
+    finish: LastT | None = None
+    if dtype == torch.float16 and products.serves(x):
+        # the last product also multiplies by what remains, and rounds once
+        result = torch.empty_like(x, dtype=wide.dtype) if place is None else own
+        finish = partial(products.multiply, out=result, alpha=form.rest)
+    buffers: dict[str, Any] = {"tall": tall, "spare": spare, "last": finish}
+    if form.plan.algorithm == "standard":
+        x = iterate_standard(x, form.schedule, reduce, **buffers)
+    else:
+        x = iterate_gram(x, form.schedule, form.plan, reduce, **buffers)
+    if dtype == torch.float16 and finish is None:
+        last: float | Tensor = form.rest
+        if not _WITHIN_FLOAT16[0] <= abs(form.rest) <= _WITHIN_FLOAT16[1]:
+            # a 1-D factor makes the product float32 before it is rounded
+            last = torch.full((1,), form.rest, dtype=torch.float32, device=x.device)
+        # `own` may be the memory of `x`, read as another dtype; element by element that is safe
+        x = torch.mul(x, last, out=torch.empty_like(x, dtype=wide.dtype) if place is None else own)
+    # a view of another dtype has the same memory
+    if address_of(x) != address_of(own):
+        own.copy_(x)
 
 
 def orthogonalize(

@@ -51,14 +51,11 @@ def serves(matrix: Tensor, dtype: torch.dtype | None = None) -> bool:
 
     Others are left to torch: with scalar loads, kernels would spill registers.
     """
-    is_16_bit = (dtype or matrix.dtype).itemsize == 2
-    return (
-        is_16_bit
-        and matrix.numel() > 0
-        and not any(size % _WIDE for size in matrix.shape[-2:])
-        and (dtype is not None or _is_aligned(matrix, _WIDE))
-        and KERNELS.runs(matrix)
-    )
+    if (dtype or matrix.dtype).itemsize != 2 or not KERNELS.runs(matrix):
+        return False
+    rows, columns = matrix.shape[-2:]
+    is_wide = matrix.numel() > 0 and rows % _WIDE == 0 and columns % _WIDE == 0
+    return is_wide and (dtype is not None or _is_aligned(matrix, _WIDE))
 
 
 def _is_aligned(tensor: Tensor, multiple: int) -> bool:

@@ -23,8 +23,8 @@ def other_signature(self: Any, shape: Any, reduce: Any, *, matrices: Any, square
     PLAIN(self, matrices, reduce, shape, squares=squares)
 
 
-def not_in_place(self: Any, stack: Any, *_: Any) -> Any:
-    return self(stack)
+def not_in_place(_self: Any, stack: Any, *_: Any) -> Any:
+    return stack.clone()
 
 
 def with_plain(compute: Any, stack: Any, _: Any) -> None:
@@ -41,7 +41,7 @@ def counted(factors_: Any, call: Any, *, once: bool) -> tuple[dict[Any, Any], in
     with (
         patch.object(Orthogonalization, "factors_", factors_),
         dry_world(0, 1),
-        patch.object(MODULE, "_iterate", side_effect=MODULE._iterate) as computed,
+        patch.object(MODULE, "_iterate_", side_effect=MODULE._iterate_) as computed,
         patch.object(
             Orthogonalization, "factors_", Orthogonalization.factors_ if once else factors_
         ),

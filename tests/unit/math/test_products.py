@@ -166,7 +166,7 @@ def test_a_matrix_at_any_address_is_replaced_by_the_same_factor(offset):
             launch(*args)
 
         with mock.patch.object(products, "multiply_by_triton", noted):
-            compute(place.copy_(x), in_place=True)
+            compute.factors_(place.copy_(x).unsqueeze(0), None, (64, 128))
     assert torch.equal(place, expected)
     assert operands
     assert not any(operand.data_ptr() % 16 for operand in operands)
