@@ -83,9 +83,11 @@ def load(storage: Any, loaded: Mapping[str, Any]) -> None:
         taken[param] = Loaded.by(its, values, of_user)
     names = {storage._param_name(param): name for param, name in optimizer.names.items()}
     groups = [{**meta, "params": [names[name]]} for name, meta in metas.items()]
-    for group in optimizer.param_groups:
-        names_of = {identity_of(group): [optimizer.names[param] for param in group["params"]]}
-        adopt(group, groups, names_of)
+    members = {
+        identity_of(group): [optimizer.names[param] for param in group["params"]]
+        for group in optimizer.param_groups
+    }
+    storage.twins = [adopt(group, groups, members) for group in optimizer.param_groups]
     storage.loaded_groups = groups
     optimizer.take(taken)
     storage.steps = steps

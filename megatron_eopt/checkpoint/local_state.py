@@ -14,7 +14,13 @@ from megatron_eopt.base.nested_state import leaves
 from megatron_eopt.checkpoint.continuation import Policy
 from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.checkpoint.optimizer_state import adopt_common, prepare
-from megatron_eopt.checkpoint.saved_groups import PARAM_NAMES, children_of, inner_of, saved_groups
+from megatron_eopt.checkpoint.saved_groups import (
+    PARAM_NAMES,
+    children_of,
+    identity_of,
+    inner_of,
+    saved_groups,
+)
 from megatron_eopt.checkpoint.state_dicts import StateDictMatch, Target, named
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.storage.local_tensors import local_of
@@ -42,11 +48,12 @@ def save(storage: Any, main: str | None, names: Names) -> dict[str, Any]:
     if is_whole:
         prepare([storage], is_loading=False)
     result: dict[str, Any] = storage.state_dict()
-    inner = inner_of(result)
+    inner, by_group = inner_of(result), _names_by_group(storage, names)
     if is_whole:
-        inner = named(inner, _names_by_group(storage, names))
+        inner = named(inner, by_group)
         result = {**result, "optimizer": inner} if "optimizer" in result else inner
-    for group in inner["param_groups"]:
+    for group, its in zip(inner["param_groups"], by_group, strict=True):
+        group |= {} if is_whole else {PARAM_NAMES: its}
         if group.get("optimizer") == main:
             group.pop("optimizer", None)
     if MAINS in result:
@@ -72,6 +79,36 @@ def load(storages: Sequence[Storage], state: Any, policy: Policy, names: Names) 
     # two phases: all ranks check all optimizers, then write, so that an error changes nothing
     for write in raise_together(lambda: _checked(storages, state, policy, names)):
         raise_together(write)
+
+
+def check_groups(state: Any, *, is_enough: bool) -> None:
+    """Check the ``state_dict()`` of a chain with ZeRO-1 fragments, which has groups only.
+
+    Raises:
+        ConfigurationError: If nothing else loads the rest (not ``is_enough``), or if it has state.
+    """
+    if not is_enough or any(inner_of(child).get("state") for child in children_of(state)):
+        rule = "has no fragments of state and main weights, which every rank needs"
+        hint = (
+            "Load what sharded_state_dict(..., is_loading=True) returned, or use "
+            "save_state_dict_to_file and load_state_dict_from_file"
+        )
+        raise ConfigurationError("state_dict", "groups, or whole parameters", rule, hint)
+
+
+def load_groups(storages: Sequence[Storage], state: Any, names: Names) -> None:
+    """Load what :func:`check_groups` has checked; collective."""
+    # step counts can only be set once they exist
+    prepare(storages, is_loading=True)
+    members = {
+        identity_of(group): its
+        for storage in storages
+        if not storage.is_stub_optimizer
+        for group, its in zip(
+            storage.optimizer.param_groups, _names_by_group(storage, names), strict=True
+        )
+    }
+    adopt_common(storages, state, members)
 
 
 def _checked(storages: Sequence[Storage], state: Any, policy: Policy, names: Names) -> list[_Write]:
@@ -111,7 +148,10 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _names_by_group(storage: Storage, names: Names) -> list[list[str]]:
-    """Return the names of each group's parameters."""
+    """Return the names of each group's parameters, of all data-parallel ranks."""
+    if storage.in_buffers:
+        # a placeholder stands for the parameters of a matrix optimizer
+        return [[names[p] for p in its if p in names] for its in storage.params_of_groups]
     model_of = {id(item.main): item.param for item in storage.main_shards()}
     groups = storage.optimizer.param_groups
     return [[names[model_of[id(main)]] for main in group["params"]] for group in groups]

@@ -1,18 +1,19 @@
 """The state of a chain of optimizers, as ``dist_checkpointing`` saves and loads it."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
 
 from megatron_eopt.base.agreement import any_rank, gather_objects, gather_unique, raise_together
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.bucket_order import order_of
 from megatron_eopt.checkpoint.continuation import Policy
 from megatron_eopt.checkpoint.gpt_layers import name_as_in_checkpoint
+from megatron_eopt.checkpoint.parameter_space import parameter_spaces
 from megatron_eopt.checkpoint.requests import StateRequests, bucket_spaces
 from megatron_eopt.checkpoint.saved_groups import (
     PARAM_NAMES,
@@ -85,55 +86,70 @@ def requested(
             count = max((c for (position, _), c in known.items() if position == number), default=-1)
             steps = [count] * len(storage.optimizer.param_groups)
         states.append(storage.common_state(steps, main))
-    entries = _params_of_groups(requests)
+    named = _params_of_groups(storages, model_state)
     if not is_loading:
-        _name_params(states, entries)
+        _name_params([g for its in states for g in inner_of(its).get("param_groups", ())], named)
     result = states[0] if len(states) == 1 else dict(enumerate(states))
     result[PARAM_STATE] = requests.param_state
     if is_loading:
-        for position, number, *names in entries:
-            group = storages[position].optimizer.param_groups[number]
-            requests.members.setdefault(identity_of(group), set()).update(names)
+        for identity, *names in named:
+            requests.members.setdefault(identity, set()).update(names)
         # it returns from ``dist_checkpointing.load`` in the loaded state dict, where ``load`` finds
         # it
         result[REQUESTS] = LocalNonpersistentObject(requests)
     return result
 
 
-def described_buckets(
-    storages: Sequence[Storage], model_state: Mapping[str, Any]
+def complete_buckets(
+    storages: Sequence[Storage], model_state: Mapping[str, Any], state: Any, main: str | None
 ) -> dict[str, Any]:
-    """Return what says where parameters are in buckets, to save it with state by bucket."""
+    """Name the parameters of the groups in megatron-core's state by bucket; collective.
+
+    Returns what says where parameters are in the buckets, to save it, too.
+    """
+    items = [item for item in nested_values(state) if isinstance(item, ShardedObject)]
+    groups = [
+        group
+        for item in items
+        if item.key.endswith(".optimizer")
+        for group in item.data["param_groups"]
+    ]
+    _name_params(groups, _params_of_groups(storages, model_state))
+    for group in groups:
+        # megatron-core, which matches groups, names all optimizers but the main one
+        if group["optimizer"] == main:
+            del group["optimizer"]
     spaces = bucket_spaces(storages)
     return {str(number): space.described(model_state) for number, space in spaces.items()}
 
 
-def _params_of_groups(requests: StateRequests) -> list[tuple[int, int, str, str]]:
-    """Return positions of optimizers and groups with keys and names of parameters; collective."""
-    return gather_unique(
-        (position, group, space.key, space.name)
-        for (position, group), spaces in requests.spaces_of.items()
-        for space in spaces
-    )
+def _params_of_groups(
+    storages: Sequence[Storage], model_state: Mapping[str, Any]
+) -> list[tuple[str, str, str]]:
+    """Return identities of groups with keys and names of their parameters; collective."""
+    found = []
+    for storage in storages:
+        model_of = {id(item.main): item.param for item in storage.main_shards()}
+        spaces = parameter_spaces(model_state, model_of.values())
+        for group in storage.optimizer.param_groups if model_of else ():
+            its = (spaces[model_of[id(main)]] for main in group["params"])
+            found += [(identity_of(group), space.key, space.name) for space in its]
+    return gather_unique(found)
 
 
-def _name_params(
-    states: Sequence[dict[Any, Any]], entries: Sequence[tuple[int, int, str, str]]
-) -> None:
+def _name_params(groups: Iterable[dict[str, Any]], entries: Sequence[tuple[str, str, str]]) -> None:
     """Write the names of all ranks' parameters into the groups to save.
 
     A stack whose layers or experts are all in one group has one name.
     """
-    groups_of: dict[str, set[tuple[int, int]]] = {}
-    for position, number, key, _ in entries:
-        groups_of.setdefault(key, set()).add((position, number))
-    named: dict[tuple[int, int], dict[str, None]] = {}
-    for position, number, key, name in sorted(entries):
-        shown = key if len(groups_of[key]) == 1 else name
-        named.setdefault((position, number), {})[shown] = None
-    for position, state in enumerate(states):
-        for number, group in enumerate(inner_of(state).get("param_groups", ())):
-            group[PARAM_NAMES] = list(named.get((position, number), ()))
+    groups_of: dict[str, set[str]] = {}
+    for identity, key, _ in entries:
+        groups_of.setdefault(key, set()).add(identity)
+    named: dict[str, dict[str, None]] = {}
+    for identity, key, name in sorted(entries):
+        named.setdefault(identity, {})[key if len(groups_of[key]) == 1 else name] = None
+    for group in groups:
+        group[PARAM_NAMES] = list(named.get(identity_of(group), ()))
 
 
 def prepare(storages: Sequence[Storage], *, is_loading: bool) -> None:
@@ -211,28 +227,6 @@ def load(storages: Sequence[Storage], state: Mapping[Any, Any]) -> None:
     state[REQUESTS].take(loaded)
 
 
-def check_groups(state: Any, *, is_enough: bool) -> None:
-    """Check the ``state_dict()`` of a chain with ZeRO-1 fragments, which has groups only.
-
-    Raises:
-        ConfigurationError: If nothing else loads the rest (not ``is_enough``), or if it has state.
-    """
-    if not is_enough or any(inner_of(child).get("state") for child in children_of(state)):
-        rule = "has no fragments of state and main weights, which every rank needs"
-        hint = (
-            "Load what sharded_state_dict(..., is_loading=True) returned, or use "
-            "save_state_dict_to_file and load_state_dict_from_file"
-        )
-        raise ConfigurationError("state_dict", "groups, or whole parameters", rule, hint)
-
-
-def load_groups(storages: Sequence[Storage], state: Any) -> None:
-    """Load what :func:`check_groups` has checked; collective."""
-    # step counts can only be set once they exist
-    prepare(storages, is_loading=True)
-    adopt_common(storages, state)
-
-
 def adopt_common(
     storages: Sequence[Storage], state: Any, members: Members = MappingProxyType({})
 ) -> None:
@@ -246,8 +240,8 @@ def adopt_common(
     for storage in storages:
         if storage.is_stub_optimizer:
             continue
-        for group in storage.optimizer.param_groups:
-            adopt(group, saved, members)
+        groups_here = storage.optimizer.param_groups
+        storage.twins = [adopt(group, saved, members) for group in groups_here]
         storage.loaded_groups = saved
         storage.steps = steps
         if storage.grad_scaler and scalers:

@@ -68,17 +68,12 @@ class StateRequests:
         self._buckets = bucket_spaces(storages)
         # keys that identify the parameters in them
         self.bucket_names = [space.params_key for space in self._buckets.values()]
-        # of each parameter that this rank stores, by index of the optimizer in the chain and of
-        # the group, to name the parameters of groups
-        self.spaces_of: dict[tuple[int, int], list[ParameterSpace]] = {}
         # keys and names of the parameters of all ranks, by the identity of their group
         self.members: dict[str, set[str]] = {}
         # the index of a value names it in the state dict. Ranks need not agree on it, because a
         # checkpoint goes by the keys of the pieces
         self._values = [
-            value
-            for number, storage in enumerate(storages)
-            for value in self._values_of(number, storage, model_state)
+            value for storage in storages for value in self._values_of(storage, model_state)
         ]
         # a load that :meth:`adapt` does not match asks for what this run would save
         contents = self._as_by_bucket(model_state) if by_bucket else None
@@ -226,16 +221,16 @@ class StateRequests:
         return Contents(shapes, boxes=boxes)
 
     def _values_of(
-        self, position: int, storage: Storage, model_state: Mapping[str, Any]
+        self, storage: Storage, model_state: Mapping[str, Any]
     ) -> Iterator[saved_state.StateValue]:
-        """Yield all state values on this rank of the optimizer at a position of the chain.
+        """Yield all state values on this rank of one optimizer of the chain.
 
         First main weights and state that are sharded like their parameter, each followed by the
         parameter's step count. Then all other state, such as that of whole matrices on their
         owners, with its counts.
         """
-        all_groups = storage.optimizer.param_groups if storage.update_rules else ()
-        number_of = {p: n for n, group in enumerate(all_groups) for p in group["params"]}
+        groups = storage.optimizer.param_groups if storage.update_rules else ()
+        group_of = {param: group for group in groups for param in group["params"]}
         stored = list(storage.main_shards())
         stepped = {
             id(main): (update_rule, number) for update_rule, number, main in storage.stepped()
@@ -254,12 +249,10 @@ class StateRequests:
             update_rule, number = stepped[id(item.main)]
             tensors = saved_state.sharded_like_weights(storage, item, update_rule, number)
             space = spaces[item.param]
-            in_group = number_of[item.main]
-            self.spaces_of.setdefault((position, in_group), []).append(space)
             where = saved_state.ParameterLocation(
                 space,
                 storage.replica_of(item.param, space.sharded.replica_id),
-                Reader.of(update_rule.name, all_groups[in_group]),
+                Reader.of(update_rule.name, group_of[item.main]),
                 states[update_rule, number],
                 item,
                 self._matrices_of(space, item.param, update_rule, number),

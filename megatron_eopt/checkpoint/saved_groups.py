@@ -238,14 +238,18 @@ def steps_of(groups: Groups, saved: Groups, otherwise: int, members: Members = _
     return otherwise
 
 
-def adopt(group: dict[str, Any], saved: Groups, members: Members = _NONE) -> None:
-    """Load the settings of the matching group of a checkpoint, except those of the schedule.
+def adopt(
+    group: dict[str, Any], saved: Groups, members: Members = _NONE
+) -> Mapping[str, Any] | None:
+    """Load and return the matching group of a checkpoint, except for settings of the schedule.
 
     A group without a match keeps its settings; its parameters may have had another optimizer.
     """
     place = find_group(group, saved, members)
-    if place is not None:
-        take_settings(group, saved[place])
+    if place is None:
+        return None
+    take_settings(group, saved[place])
+    return saved[place]
 
 
 def take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
@@ -272,22 +276,16 @@ _WRITTEN_BY_SCHEDULES = {"max_lr": "lr", "start_wd": "weight_decay", "end_wd": "
 
 def _overridden_otherwise(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
     """Return the settings that only one of two groups overrides, or both with other values."""
-    first, second = _overrides(one), _overrides(other)
+    first, second = overridden(one), overridden(other)
     both = first.keys() & second.keys()
     return (first.keys() ^ second.keys()) | {name for name in both if first[name] != second[name]}
 
 
-def _overrides(group: Mapping[str, Any]) -> dict[str, Any]:
+def overridden(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group that differ from its run's, by name."""
     names = f"{identity_of(group)}//".split("/")[2].split("+")
     written = {"", *_WRITTEN_BY_SCHEDULES.values()}
     return {name: group.get(name) for name in names if name not in written}
-
-
-def kind_of_group(group: Mapping[str, Any]) -> str:
-    """Return a group's identity without the names of its rates, which flags may or may not set."""
-    optimizer, experts, names, *label = f"{identity_of(group)}//".split("/")[:4]
-    kept = [name for name in names.split("+") if name not in ("lr", "max_lr", "min_lr")]
-    return "/".join((optimizer, experts, "+".join(kept), *label))
 
 
 def match_all(saved: Groups, present: Groups) -> list[int]:
@@ -296,7 +294,10 @@ def match_all(saved: Groups, present: Groups) -> list[int]:
     Raises:
         ConfigurationError: If the groups do not match one to one; names the groups that differ.
     """
-    twins = [find_group(group, saved) for group in present]
+    twins = [
+        next((place for place, its in enumerate(saved) if _is_twin(group, its)), None)
+        for group in present
+    ]
     found = [place for place in twins if place is not None]
     if len(found) == len(present) == len(saved) == len(set(found)):
         return found
@@ -320,44 +321,47 @@ def is_identified(group: Mapping[str, Any]) -> bool:
 
 
 def find_group(group: Mapping[str, Any], saved: Groups, members: Members = _NONE) -> int | None:
-    """Find the saved group that had a group's parameters.
+    """Find the saved group that a group's settings continue from.
 
-    Several may have had some: then one with the same overrides, or else with most parameters. If
-    none had any, or names are not known, a group is found by its identity, or by megatron-core's
-    keys if megatron-core wrote it. A group of another optimizer never matches, because its settings
-    mean other things.
+    It is one that had the group's parameters, as far as names are known: of several, one with the
+    same overrides, or else with most parameters. If none had any, it is the one that is called
+    alike, or any other, because groups of one optimizer differ in their overrides only, and these
+    are not taken. What groups of megatron-core override is not known, so that these must have its
+    keys. A group of another optimizer never matches, because its settings mean other things.
 
     Args:
         group: The group.
         saved: The groups of a checkpoint.
         members: Names of the parameters of this run's groups, by the identity of the group.
     """
-    mine = optimizer_of(group)
     names = members.get(identity_of(group), ())
-    same: list[int] = []
-    holding: list[tuple[bool, int, int]] = []
+    found = []
     for place, candidate in enumerate(saved):
-        writers = writers_of(candidate)
-        # settings of several classes of one form are taken for those of the most likely one only
-        # if megatron-core wrote them
-        if mine != writers[0] or (len(writers) > 1 and not is_identified(candidate)):
+        if not _is_of_same_optimizer(group, candidate):
             continue
         theirs = candidate.get(PARAM_NAMES) or candidate.get("params", ())
-        known = {name for name in theirs if isinstance(name, str)}
-        is_same = not _overridden_otherwise(group, candidate)
-        if held := len(match_names(names, known)):
-            holding.append((is_same, held, -place))
-        if is_same or not (names and known):
-            same.append(place)
-    if holding:
-        return -max(holding)[2]
-    for place, candidate in ((place, saved[place]) for place in same):
-        if GROUP_ID in group and GROUP_ID in candidate:
-            if identity_of(group) == identity_of(candidate):
-                return place
-        elif _keys(group, group) == _keys(candidate, group):
-            return place
-    return None
+        held = len(match_names(names, {name for name in theirs if isinstance(name, str)}))
+        is_twin = _is_twin(group, candidate)
+        if held or is_twin or (GROUP_ID in group and GROUP_ID in candidate):
+            others = len(_overridden_otherwise(group, candidate))
+            found.append((held > 0, not others, held, is_twin, -others, -place))
+    return -max(found)[-1] if found else None
+
+
+def _is_of_same_optimizer(group: Mapping[str, Any], candidate: Mapping[str, Any]) -> bool:
+    writers = writers_of(candidate)
+    # settings of several classes of one form are taken for those of the most likely one only if
+    # megatron-core wrote them
+    is_known = len(writers) == 1 or is_identified(candidate)
+    return is_known and optimizer_of(group) == writers[0]
+
+
+def _is_twin(group: Mapping[str, Any], candidate: Mapping[str, Any]) -> bool:
+    """Return whether both are called alike; groups of megatron-core are called by its keys."""
+    if GROUP_ID in group and GROUP_ID in candidate:
+        return identity_of(group) == identity_of(candidate)
+    is_alike = _keys(group, group) == _keys(candidate, group)
+    return is_alike and _is_of_same_optimizer(group, candidate)
 
 
 def _identifiers() -> tuple[str, ...]:

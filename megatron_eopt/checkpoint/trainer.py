@@ -37,7 +37,7 @@ from megatron_eopt.checkpoint.gpt_layers import forget_layers, noting_layers
 from megatron_eopt.checkpoint.guard.files import check, is_complete
 from megatron_eopt.checkpoint.guard.saves import whole
 from megatron_eopt.checkpoint.matching import match
-from megatron_eopt.checkpoint.saved_groups import find_group, kind_of_group
+from megatron_eopt.checkpoint.saved_groups import overridden
 from megatron_eopt.checkpoint.saving import (
     finishing_later,
     replacing_a_folder,
@@ -308,11 +308,13 @@ def _rates_kept(optimizer: Any, scheduler: Any) -> Iterator[None]:
     rates that the checkpoint has for it.
     """
     # this package's optimizers; megatron-core's own keep its behaviour
-    groups = optimizer.param_groups if _storages_of(optimizer) else []
+    keeps = bool(_storages_of(optimizer))
+    groups = optimizer.param_groups if keeps else []
     own = [{key: group[key] for key in _RATES if key in group} for group in groups]
     yield
-    if own and getattr(scheduler, "use_checkpoint_opt_param_scheduler", False):
-        own = _saved_rates(optimizer, own)
+    if keeps and getattr(scheduler, "use_checkpoint_opt_param_scheduler", False):
+        # collective, so also on ranks without groups
+        own = raise_together(lambda: _saved_rates(optimizer, own))
     for group, rates in zip(optimizer.param_groups if own else (), own, strict=True):
         group.update(rates)
     if own and scheduler is not None:
@@ -326,30 +328,30 @@ def _saved_rates(optimizer: Any, own: Sequence[Mapping[str, float]]) -> list[dic
     Raises:
         CheckpointError: If the checkpoint has rates for parameters that have no group of their own.
     """
-    groups = optimizer.param_groups
-    saved = list(getattr(optimizer, "loaded_groups", ()))
+    storages = _storages_of(optimizer)
+    saved = next((its.loaded_groups for its in storages if its.loaded_groups), ())
     if not saved:
         return [dict(rates) for rates in own]
-    twins = [find_group(group, saved) for group in groups]
-    left = [place for place in range(len(saved)) if place not in twins]
-    for number, group in enumerate(groups):
-        # a flag such as --muon-lr is part of a group's identity, and may be absent now
-        alike = [place for place in left if kind_of_group(saved[place]) == kind_of_group(group)]
-        if twins[number] is None and len(alike) == 1:
-            twins[number] = alike[0]
-            left.remove(alike[0])
-    others = [str(saved[place].get(GROUP_ID)) for place in left if "max_lr" in saved[place]]
+    result, taken = [], []
+    twins = [twin for its in storages for twin in its.twins]
+    for group, twin, rates in zip(optimizer.param_groups, twins, own, strict=True):
+        its = {key: (twin or {}).get(key, rate) for key, rate in rates.items()}
+        taken.append([its.get(key) for key in _RATES])
+        # the checkpoint has none for what only this run overrides
+        mine = overridden(group).keys() - overridden(twin or {}).keys()
+        result.append({**its, **{key: rates[key] for key in rates.keys() & mine}})
+    others = {
+        str(group.get(GROUP_ID))
+        for group in saved
+        if "max_lr" in group and [group.get(key) for key in _RATES] not in taken
+    }
     if others:
         rule = "has learning rates for parameter groups that this run does not have"
         hint = (
             "Pass the flags of the run that wrote it, such as --decoupled-lr, or leave out "
             "--use-checkpoint-opt_param-scheduler"
         )
-        raise CheckpointError("checkpoint", ", ".join(others), rule, hint)
-    result = []
-    for place, rates in zip(twins, own, strict=True):
-        twin = {} if place is None else saved[place]
-        result.append({key: twin.get(key, rates[key]) for key in rates})
+        raise CheckpointError("checkpoint", ", ".join(sorted(others)), rule, hint)
     return result
 
 

@@ -31,8 +31,14 @@ class Storage:
     decided: Mapping[str, Any] = MappingProxyType({})
     """What a load in progress decided for each parameter before it read (``fsdp_dtensor``)."""
 
+    twins: Sequence[Mapping[str, Any] | None] = ()
+    """For each parameter group, the one of the last loaded checkpoint that it continues from."""
+
     in_buffers = False
     """Whether weights and state are fragments of Megatron's flat buffers."""
+
+    params_of_groups: Sequence[Sequence[Tensor]] = ()
+    """If so, each group's model parameters, also those that other ranks hold."""
 
     is_stub_optimizer: bool
     """Whether it has no parameters."""

@@ -13,8 +13,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor, distributed
 
@@ -143,12 +141,6 @@ class OptimizerChain(ChainedOptimizer):
     def stats(self) -> dict[str, float]:
         """Return the statistics of the last measured step by name; collective."""
         return self._stats.values() | {"optimizer/skipped-steps": float(self.skipped_steps)}
-
-    @property
-    def loaded_groups(self) -> list[Mapping[str, Any]]:
-        """Parameter groups of the last checkpoint that was loaded."""
-        members = self.chained_optimizers
-        return next((list(its.loaded_groups) for its in members if its.loaded_groups), [])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -381,14 +373,8 @@ class OptimizerChain(ChainedOptimizer):
         if by_bucket and not is_loading:
             # megatron-core writes this form itself; ``checkpoint/requests.py`` only reads it
             state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
-            for item in nested_values(state):
-                if isinstance(item, ShardedObject) and item.key.endswith(".optimizer"):
-                    for group in item.data["param_groups"]:
-                        # megatron-core, which matches groups, names all optimizers but the main one
-                        if group["optimizer"] == self._main:
-                            del group["optimizer"]
-            state[BUFFER_PARAMS] = optimizer_state.described_buckets(
-                self.chained_optimizers, model_sharded_state_dict
+            state[BUFFER_PARAMS] = optimizer_state.complete_buckets(
+                self.chained_optimizers, model_sharded_state_dict, state, self._main
             )
             return state
         if self.is_stub_optimizer:
@@ -430,8 +416,9 @@ class OptimizerChain(ChainedOptimizer):
             raise_together(lambda: optimizer_state.check(state))
             raise_together(lambda: optimizer_state.load(self.chained_optimizers, state))
         elif self.is_sharded:
-            raise_together(lambda: optimizer_state.check_groups(state, is_enough=self._is_unmixed))
-            raise_together(lambda: optimizer_state.load_groups(self.chained_optimizers, state))
+            raise_together(lambda: local_state.check_groups(state, is_enough=self._is_unmixed))
+            names = names_in(self._named_chunks)
+            raise_together(lambda: local_state.load_groups(self.chained_optimizers, state, names))
         else:
             local_state.load(
                 self.chained_optimizers, state, self.policy, names_in(self._named_chunks)

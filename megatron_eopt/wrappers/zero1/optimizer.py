@@ -28,6 +28,8 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         # megatron-core can create only Adam's state; ours exists before it asks
         kwargs.setdefault("init_state_fn", lambda *_: None)
+        groups = optimizer.param_groups if optimizer is not None else ()
+        self.params_of_groups = [list(group["params"]) for group in groups]
         super().__init__(optimizer, *args, **kwargs)
         # :meth:`step_with_ready_grads` gathers parameters instead
         self._defer_param_sync = True

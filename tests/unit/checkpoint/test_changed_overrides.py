@@ -5,7 +5,11 @@ has multiplied all rates by :data:`PROGRESS`.
 """
 
 import copy
+import functools
 import itertools
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +20,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
+from megatron_eopt.base.agreement import CheckpointError
+from megatron_eopt.checkpoint.trainer import _rates_kept
 from megatron_eopt.fsdp2 import build_optimizer
+from tests.harness import run_ranks
+from tests.harness.scene import forget_megatron
+from tests.unit.storage.full_state import Case, resume_as, steps, write_as
+from tests.unit.storage.runs import PLAIN, make_chunk
 
 PROGRESS = 0.01
 LR, SLOW, FAST = 1e-3, 1e-4, 5e-4
@@ -79,3 +89,108 @@ def test_settings_go_with_what_overrides_say_now(before, after, form):
     found = rates_of(its)
     for name, values in expected(OVERRIDES[after]).items():
         assert found[name] == pytest.approx(values, rel=1e-12), name
+
+
+MODEL = {"layers": 3, "hidden": 16, "heads": 2, "vocabulary": 32}
+FORMS = {
+    "torch_dist": ("fully_reshardable", {}),
+    "replicated torch_dist": ("fully_reshardable", PLAIN),
+    "buckets": ("dp_reshardable", {}),
+    "rank files": ("rank files", {}),
+    "state_dict": ("state_dict", {}),
+    "replicated state_dict": ("state_dict", PLAIN),
+}
+
+
+def chain_of(case: Case, prepare: None = None, *, overrides: Overrides) -> tuple[Any, Any]:
+    """Return a model of three layers, whose overrides are for layers, and its optimizer."""
+    chunk = make_chunk(case.run)
+    config = EmergingOptimizerConfig(
+        optimizer="adam",
+        lr=LR,
+        weight_decay=DECAY,
+        clip_grad=0.0,
+        **{"use_distributed_optimizer": True} | case.ddp,
+    )
+    keys = {ParamKey(name=f"*layers.{name}.*"): its for name, its in overrides.items()}
+    return chunk, get_megatron_optimizer(config, [chunk], keys)
+
+
+def by_layer(chunk: Any, optimizer: Any, *settings: str) -> dict[str, tuple[float, ...]]:
+    """Return settings of each layer's group."""
+    names = {param: name for name, param in chunk.named_parameters()}
+    found = defaultdict(set)
+    for storage in optimizer.chained_optimizers:
+        groups = storage.optimizer.param_groups
+        group_of = {id(param): group for group in groups for param in group["params"]}
+        for item in storage.main_shards():
+            group = group_of[id(item.main)]
+            layer = names[item.param].partition("layers.")[2].partition(".")[0]
+            found[layer].add(tuple(group[key] for key in settings))
+    return {layer: its.pop() for layer, its in found.items() if len(its) == 1}
+
+
+def changed(name: str, pairs: list[tuple[str, str]], folder: Path) -> list[Any]:
+    """Save with the overrides of before, resume with those of after; return the rates.
+
+    They are those after a load, and those that the trainer then takes from the checkpoint if its
+    flag asks for this.
+    """
+    form, storage = FORMS[name]
+    case = Case("adam", MODEL, ddp=storage)
+    scheduler = SimpleNamespace(use_checkpoint_opt_param_scheduler=True, step=lambda count: None)
+    found = []
+    for before, its in itertools.groupby(pairs, key=lambda pair: pair[0]):
+        chunk, optimizer = chain_of(case, overrides=OVERRIDES[before])
+        steps(case, chunk, optimizer, 0, 1)
+        for group in optimizer.param_groups:
+            group["lr"] *= PROGRESS
+        place = folder / before
+        place.mkdir()
+        weights = write_as(form, case, chunk, optimizer, place)
+        forget_megatron()
+        for _, after in its:
+            overrides = OVERRIDES[after]
+            make = functools.partial(chain_of, overrides=overrides)
+            chunk, optimizer = resume_as(form, case, place, weights, make)
+            rates = by_layer(chunk, optimizer, "lr", "weight_decay", "eps")
+            try:
+                with _rates_kept(optimizer, scheduler):
+                    pass
+                found.append((rates, by_layer(chunk, optimizer, "max_lr")))
+            except CheckpointError as error:
+                found.append((rates, str(error)))
+            forget_megatron()
+    return found
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [("slow 0", "fast 1"), ("none", "slow 0")],
+        pytest.param([*itertools.product(OVERRIDES, repeat=2)], marks=pytest.mark.long),
+    ],
+    ids=["some", "all"],
+)
+def test_settings_go_with_what_overrides_say_now_in_chains(tmp_path, name, pairs):
+    (found,) = run_ranks(1, changed, name, pairs, tmp_path, timeout=500)
+    for (before, after), (rates, of_checkpoint) in zip(pairs, found, strict=True):
+        for layer, values in expected(OVERRIDES[after]).items():
+            assert rates[layer] == pytest.approx(values, rel=1e-12), (before, after, layer)
+        old, new = (
+            {layer: rate / PROGRESS for layer, (rate, *_) in expected(OVERRIDES[its]).items()}
+            for its in (before, after)
+        )
+        had, has = (
+            {layer for layer, its in overrides.items() if its.keys() & {"lr", "lr_mult"}}
+            for overrides in (OVERRIDES[before], OVERRIDES[after])
+        )
+        if isinstance(of_checkpoint, str):
+            assert "has learning rates for parameter groups" in of_checkpoint
+            # such a layer may have no group of its own
+            assert had - has, (before, after)
+            continue
+        for layer in old:
+            rate = (new if layer in has - had else old)[layer]
+            assert of_checkpoint[layer] == pytest.approx((rate,), rel=1e-12), (before, after, layer)

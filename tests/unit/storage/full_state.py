@@ -191,7 +191,6 @@ def resume(
     loaded = read(sharded(case, chunk, optimizer, is_loading=True), str(folder), **options)
     unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
     optimizer.load_state_dict(loaded["optimizer"])
-    set_lr(optimizer, optimizer.config)
     return chunk, optimizer
 
 
@@ -211,11 +210,17 @@ def write_as(form: str, case: Case, chunk: Any, optimizer: Any, folder: Path) ->
     return copies_of(unwrapped(chunk))
 
 
-def resume_as(form: str, case: Case, folder: Path, weights: Any) -> tuple[Any, Any]:
+def resume_as(
+    form: str,
+    case: Case,
+    folder: Path,
+    weights: Any,
+    make: Callable[..., tuple[Any, Any]] = build,
+) -> tuple[Any, Any]:
     """Load what :func:`write_as` has saved into a new model and its optimizer."""
     if form not in ("state_dict", "rank files"):
-        return resume(replace(case, form=form), folder / "distributed")
-    chunk, optimizer = build(case)
+        return resume(replace(case, form=form), folder / "distributed", make=make)
+    chunk, optimizer = make(case, None)
     unwrapped(chunk).load_state_dict(weights, strict=False)
     if form == "rank files":
         optimizer.load_state_dict_from_file(str(folder / "state.pt"))
@@ -224,7 +229,6 @@ def resume_as(form: str, case: Case, folder: Path, weights: Any) -> tuple[Any, A
         optimizer.load_state_dict(torch.load(path, weights_only=True))
         if optimizer.is_sharded:
             optimizer.load_parameter_state(str(folder / "parameters.pt"))
-    set_lr(optimizer, optimizer.config)
     return chunk, optimizer
 
 
