@@ -33,6 +33,8 @@ KINDS = "the name of a set, or triples of numbers", "Give (a, b, c), or a list o
 DIVERGED = 1e3
 """A schedule that takes a singular value from (0, 1] beyond this counts as divergent."""
 
+_SMALL = 1e-3  # a singular value whose sign a schedule of one's own must keep
+
 _FLOAT32_ROUNDING = 2.0**-20  # of the norm, and of one step; products round to about 2^-23
 _MOST_GROWTH = 2.0  # how much larger rounding may make a result
 
@@ -83,7 +85,7 @@ def resolve_coefficients(
 
     Raises:
         ConfigurationError: If the name is unknown, ``steps`` is not within 1 to 1000, or your own
-            set diverges on singular values in (0, 1].
+            set diverges on singular values in (0, 1], or does not keep small ones above 0.
         ConfigurationTypeError: If ``steps`` is not an integer, or ``coefficients`` are neither a
             name nor triples of numbers.
     """
@@ -101,6 +103,11 @@ def resolve_coefficients(
     if not worst <= DIVERGED:
         rule = f"turns a singular value in (0, 1] into {worst:.3g} in {steps} steps: it diverges"
         hint = "Use fewer steps or other coefficients"
+        raise ConfigurationError(argument, triples, rule, hint)
+    small = response(schedule, _SMALL)
+    if not small > 0:
+        rule = f"turns a singular value of {_SMALL:g} into {small:.3g} in {steps} steps"
+        hint = "Use coefficients that keep small singular values above 0, as a > 0 does"
         raise ConfigurationError(argument, triples, rule, hint)
     return schedule
 

@@ -178,9 +178,12 @@ def _route(
 def _without_decay(parameters: Sequence[ModelParameter]) -> Overrides:
     """Return an override that exempts all but weights of layers and tables from weight decay.
 
-    megatron-core's standard overrides do so for 1-D parameters and biases.
+    megatron-core's standard overrides do so for 1-D parameters and biases, but not for single
+    numbers, such as a temperature.
     """
-    vectors = {id(p.param) for p in parameters if p.why_vector and not p.is_declared}
+    vectors = {
+        id(p.param) for p in parameters if (p.why_vector or not p.shape) and not p.is_declared
+    }
     vectors -= {id(p.param) for p in parameters if p.is_embedding}
     if not vectors:
         return {}

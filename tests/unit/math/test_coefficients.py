@@ -42,3 +42,7 @@ def test_a_set_that_diverges_is_refused() -> None:
     for triple in ((30.0, 20.0, 10.0), (1.0, 2.0, float("nan"))):
         with pytest.raises(ConfigurationError, match=r"coefficients=.*in 5 steps: it diverges"):
             resolve_coefficients([triple], 5)
+    # updates that are zero, or go uphill
+    for triple, result in (((0.0, 0.0, 0.0), "0"), ((-1.0, 0.0, 0.0), "-0.001")):
+        with pytest.raises(ConfigurationError, match=rf"of 0\.001 into {result} in 5 steps"):
+            resolve_coefficients(triple, 5)

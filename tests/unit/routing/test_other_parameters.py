@@ -59,7 +59,7 @@ def test_gates_of_recurrent_layers_look_fused(layer, fused):
 
 
 class Vision(nn.Module):
-    """Parameters of two to four dimensions that no layer multiplies by, and some that one does."""
+    """Parameters of up to four dimensions that no layer multiplies by, and some that one does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,6 +68,7 @@ class Vision(nn.Module):
         self.cls_token = nn.Parameter(torch.randn(1, 1, 8))
         self.pos_embed = nn.Parameter(torch.randn(1, 5, 8))
         self.grid = nn.Parameter(torch.randn(1, 8, 2, 2))
+        self.logit_scale = nn.Parameter(torch.ones(()))
         self.in_proj_bias = nn.Parameter(torch.randn(2, 3, 8))
         self.norm = nn.LayerNorm((2, 3, 8))
         self.patches = nn.Conv2d(3, 8, 2)
@@ -84,6 +85,7 @@ def test_only_weights_of_layers_and_tables_have_weight_decay():
     none, no_layer = ("adam", "0"), "not the weight of a layer"
     raw = ("latents", "query_tokens", "cls_token", "pos_embed", "grid")
     assert {name: table.pop(name) for name in raw} == {name: [*none, no_layer] for name in raw}
+    assert table["logit_scale"] == [*none, "0-D"]
     assert table["in_proj_bias"] == [*none, "bias"]
     assert table["norm.weight"] == [*none, "weight of a norm"]
     scaled = "scaled.parametrizations.weight.original"
