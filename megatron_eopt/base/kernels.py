@@ -76,13 +76,13 @@ class Family:
 
     def runs(self, tensor: Tensor) -> bool:
         """Return whether the kernels handle a tensor: on a GPU, or a dry run's fake one."""
-        if not is_on():
-            return False
-        # fake tensors first, since they may claim to be on a GPU that this machine lacks
+        # a fake tensor may claim to be on a GPU that this machine lacks
         if is_fake(tensor):
-            return True
+            return is_on()
+        if not (_is_on_gpu(tensor) and is_on()):
+            return False
         device = tensor.device
-        return _is_on_gpu(tensor) and device not in self._excluded and self.fault(device) is None
+        return device not in self._excluded and self.fault(device) is None
 
     def fault(self, device: torch.device, *, warns: bool = True) -> str | None:
         """Return what is wrong with the kernels on a device, None if nothing is; checked once."""

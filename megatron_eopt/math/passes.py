@@ -311,7 +311,7 @@ def _alike(*lists: Sequence[Tensor | None]) -> Iterator[list[list[Tensor]]]:
     """Yield the lists cut into parts of equal dtypes; a list of absent tensors becomes empty."""
     found: dict[Any, list[Any]] = {}
     for members in zip(*lists, strict=True):
-        key = tuple(None if member is None else member.dtype for member in members)
+        key = tuple([None if member is None else member.dtype for member in members])
         found.setdefault(key, []).append(members)
     for key, rows in found.items():
         columns = zip(key, zip(*rows, strict=True), strict=True)

@@ -41,7 +41,10 @@ def matmul_precision(
     old = torch.get_float32_matmul_precision()
     try:
         cuda.allow_fp16_reduced_precision_reduction = False
-        torch.set_float32_matmul_precision(precision or _old_name(effective))
+        # the old setting that torch accepts together with the new ones
+        same = "high" if "tf32" in effective.values() else "highest"
+        same = "medium" if "bf16" in effective.values() else same
+        torch.set_float32_matmul_precision(precision or same)
         if precision is None:
             # the old setting has just overwritten these
             for backend, value in effective.items():
@@ -53,13 +56,6 @@ def matmul_precision(
         cuda.allow_fp16_reduced_precision_reduction = sums_in_half
         for backend, value in own.items():
             _set(backend, _PRODUCTS, value)
-
-
-def _old_name(effective: dict[str, str]) -> str:
-    """Return the old setting that torch accepts together with the new ones."""
-    if "bf16" in effective.values():
-        return "medium"
-    return "high" if "tf32" in effective.values() else "highest"
 
 
 def _own_values() -> dict[str, str]:

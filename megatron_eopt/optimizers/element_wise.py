@@ -144,7 +144,7 @@ class ElementWiseRule(UpdateRule):
             self._step(groups, state)
 
     def _step(self, groups: Sequence[ParamGroup], state: State) -> None:
-        if any(_lacks_state(group, state[p]) for group in groups for p in group["params"]):
+        if _lacks_state(groups, state):
             # a user may have cleared it, or turned on what needs more
             self.init(groups, state)
         with bound(self._optimizer, groups, state) as optimizer:
@@ -204,9 +204,14 @@ class LocalShardRule(ElementWiseRule):
                         )
 
 
-def _lacks_state(group: ParamGroup, state: dict[str, Any]) -> bool:
+def _lacks_state(groups: Sequence[ParamGroup], state: State) -> bool:
     """Whether a parameter has no state, or lacks maxima that its group asks for by now."""
-    return not state or (bool(group.get("amsgrad")) and "max_exp_avg_sq" not in state)
+    for group in groups:
+        asks = bool(group.get("amsgrad"))
+        for values in [state[param] for param in group["params"]]:
+            if not values or (asks and "max_exp_avg_sq" not in values):
+                return True
+    return False
 
 
 def _complete(

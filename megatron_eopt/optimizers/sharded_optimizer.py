@@ -185,16 +185,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # order.
         fits = [rule for rule in self.update_rules if rule.fits_beside and rule.host is None]
         others = [rule for rule in self.update_rules if rule not in fits]
-        with self._side.beside() if others else nullcontext():
-            self._step_rules(fits)
-        self._step_rules(others)
+        beside = self._side.beside() if fits and others else nullcontext()
+        for update_rules, stream in ((fits, beside), (others, nullcontext())):
+            with stream:
+                for update_rule in update_rules:
+                    with self.groups_and_state(update_rule) as (groups, state):
+                        update_rule.step(groups, state)
         # what follows on the current stream reads all weights
         self._side.join()
-
-    def _step_rules(self, update_rules: Sequence[UpdateRule]) -> None:
-        for update_rule in update_rules:
-            with self.groups_and_state(update_rule) as (groups, state):
-                update_rule.step(groups, state)
 
     def _note_groups(self) -> None:
         """Note which tensors stand in the groups, and which may."""

@@ -321,7 +321,7 @@ def bound[T: torch.optim.Optimizer](
 ) -> Iterator[T]:
     """Make ``optimizer`` use these groups and this state in a block, and its own afterwards."""
     before = optimizer.param_groups, optimizer.state
-    bind(optimizer, groups, state)
+    optimizer.param_groups, optimizer.state = list(groups), state
     try:
         yield optimizer
     finally:

@@ -25,6 +25,9 @@ from megatron_eopt.optimizers.storage import Storage, named_gradients, rules_of
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.storage.shard import global_name
 
+NORM_GROUP: str = require_upstream("GRAD_NORM_GROUP_ATTR")
+"""Attribute of parameters whose gradients have a norm of their own."""
+
 _MARGIN = 1e-6
 """Added to the norm in the denominator of the clipping factor, as in megatron-core."""
 
@@ -201,16 +204,16 @@ def clipped(
             # `factor(0)` is 1, or NaN if the norm is not finite, so that the rule writes nothing
             factor = factors[None] if update_rule.is_clipped else norms[None].factor(0.0)
             update_rule.coefficient = factor if _counts(factor) else None
-    name_of = require_upstream("GRAD_NORM_GROUP_ATTR")
-    by_norm: dict[str | None, list[Tensor]] = {}
-    for param in (param for storage in storages for param in _scaled(storage)) if most > 0 else ():
-        if param.grad is not None:
-            name = getattr(param, name_of, None)
-            by_norm.setdefault(name, []).append(local_of(param.grad).detach())
-    for name, grads in by_norm.items():
-        if _counts(factors[name]):
-            # torch._foreach_mul_ would make the host wait for the tensor of shape ()
-            torch.ops.aten._foreach_mul_.Tensor(grads, factors[name])
+    if most > 0 and any(map(_counts, factors.values())):
+        by_norm: dict[str | None, list[Tensor]] = {}
+        for param in _scaled(storages):
+            if param.grad is not None:
+                name = getattr(param, NORM_GROUP, None)
+                by_norm.setdefault(name, []).append(local_of(param.grad).detach())
+        for name, grads in by_norm.items():
+            if _counts(factors[name]):
+                # torch._foreach_mul_ would make the host wait for the tensor of shape ()
+                torch.ops.aten._foreach_mul_.Tensor(grads, factors[name])
     try:
         yield
     finally:
@@ -223,10 +226,13 @@ def _counts(factor: Tensor) -> bool:
     return passes.KERNELS.runs(factor) or float(factor) != 1.0
 
 
-def _scaled(storage: Storage) -> Iterator[Tensor]:
-    # without update rules, megatron-core's own optimizer steps the stored tensors
-    if not storage.update_rules:
-        yield from (item.main for item in storage.main_shards())
-    for update_rule, _, main in storage.stepped():
-        if update_rule.is_clipped and update_rule.coefficient is None:
-            yield main
+def _scaled(storages: Sequence[Storage]) -> Iterator[Tensor]:
+    """Yield the stored tensors whose gradients are clipped before the step."""
+    for storage in storages:
+        # without update rules, megatron-core's own optimizer steps the stored tensors
+        if not storage.update_rules:
+            yield from [item.main for item in storage.main_shards()]
+        for update_rule in storage.update_rules:
+            if update_rule.is_clipped and update_rule.coefficient is None:
+                for _, main, _ in update_rule.numbered(storage.groups_of(update_rule)):
+                    yield main

@@ -34,6 +34,11 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
         # :meth:`step_with_ready_grads` gathers parameters instead
         self._defer_param_sync = True
         self.main_of: dict[Tensor, Tensor] = {}
+        self._fragments: list[MainShard] = []
+        # DDP's gradients with this rank's part of each, and main weights with the model's: views,
+        # which are made again when what they show has moved
+        self._gradients: dict[Tensor, tuple[Tensor, Any, Tensor]] = {}
+        self._copies: tuple[list[Any], list[tuple[Tensor, Tensor]]] = [], []
         if self.is_stub_optimizer:
             return
         groups = zip(
@@ -42,6 +47,9 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
             strict=True,
         )
         self.main_of = {param: main for pair in groups for param, main in zip(*pair, strict=True)}
+        for param, main in self.main_of.items():
+            held = self._get_model_param_range_map(param)["param"]
+            self._fragments.append(MainShard(param, main, held.start, held.end))
         wrapped = self.ddp_config
         self.is_quantized = wrapped.fp8_param_gather or wrapped.fp4_param_gather
 
@@ -90,9 +98,7 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
 
     def main_shards(self) -> Iterator[MainShard]:
         """Yield the fragments that this rank holds."""
-        for param, main in self.main_of.items():
-            held = self._get_model_param_range_map(param)["param"]
-            yield MainShard(param, main, held.start, held.end)
+        return iter(self._fragments)
 
     def tensors_of(self, item: MainShard) -> dict[str, Any]:
         """Return main weights and state, each flat, by kind."""
@@ -118,26 +124,43 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
             if isinstance(buffer, AllReducedBuffer) and (now or not buffer.gathered_by_hooks):
                 buffer.gather()
 
-    def _copy_model_grads_to_main_grads(self) -> None:
-        self.take_gradients(self.main_shards())
+    def collect_gradients(self) -> None:
+        """Hand this step's gradients to the stepped tensors."""
+        self.take_gradients(self._fragments)
+
+    # megatron-core's wrapper calls it by this name, if a member of a chain steps alone
+    _copy_model_grads_to_main_grads = collect_gradients
 
     @torch.no_grad()
     def take_gradients(self, items: Iterable[MainShard]) -> None:
         """Hand the gradients of some stored items to the tensors that are stepped."""
-        for item in items:
-            # without DDP, torch's own attribute has the gradient
-            grad: Any = getattr(item.param, "main_grad", None)
-            grad = item.param.grad if grad is None else grad
-            held = None if grad is None else grad.detach().reshape(-1)[item.start : item.stop]
-            item.main.grad = None if held is None else held.float()
+        for param, main, start, stop in items:
+            grad: Any = getattr(param, "main_grad", None)
+            if grad is None or not grad.is_contiguous():
+                # without DDP, torch's own attribute has the gradient
+                grad = param.grad if grad is None else grad
+                main.grad = None if grad is None else grad.detach().reshape(-1)[start:stop].float()
+                continue
+            known = self._gradients.get(param)
+            if known is None or known[0] is not grad or known[1] != address_of(grad):
+                known = (grad, address_of(grad), grad.detach().view(-1)[start:stop])
+                self._gradients[param] = known
+            main.grad = known[2].float()
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return main weights with the model's; none if the model's are fp8 or fp4."""
-        if self.is_quantized:
+        if self.is_quantized or self.is_stub_optimizer:
             return []
-        pairs = [(main, self._param_view(param)) for param, main in self.main_of.items()]
+        buckets = [bucket.param_data for buffer in self.buffers for bucket in buffer.buckets]
         # a float32 parameter is its own main weight, unless a caller has moved one of them
-        return [(main, view) for main, view in pairs if address_of(view) != address_of(main)]
+        own = [main for group in self.shard_fp32_groups for main in group]
+        now = [address_of(tensor) for tensor in (*buckets, *own) if tensor is not None]
+        before, pairs = self._copies
+        if now != before:
+            views = [(main, self._param_view(param)) for param, main in self.main_of.items()]
+            pairs = [(main, view) for main, view in views if address_of(view) != address_of(main)]
+            self._copies = now, pairs
+        return pairs
 
     def _copy_main_params_to_model_params(self) -> None:
         if self.is_quantized:
