@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_eopt.checkpoint.files import object_at
-from megatron_eopt.checkpoint.keys import buffer_params_key, split_key
+from megatron_eopt.checkpoint.keys import BUCKET_PARAMS, buffer_params_name, split_key
 from megatron_eopt.checkpoint.parameter_space import parameter_spaces
 from megatron_eopt.checkpoint.sources import Source
 from megatron_eopt.layouts.boxes import Box
@@ -57,7 +57,7 @@ def read_buckets(folder: Path, metadata: Metadata) -> SavedBuckets:
                 n: object_at(folder, metadata, key)[0] for n, key in its.items()
             }
         parts = split_key(key)
-        if parts is None or parts.kind is not None or not parts.name.startswith("buffer_params."):
+        if parts is None or parts.kind is not None or not parts.name.startswith(BUCKET_PARAMS):
             continue
         (layout,) = object_at(folder, metadata, key)
         if not isinstance(layout, Mapping):
@@ -89,7 +89,7 @@ class BucketSpace:
         name = f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}."
         self.prefixes = tuple(prefix + name for prefix in prefixes)
         place = f"{next(filter(None, prefixes))}{optimizer.data_parallel_group_idx}"
-        self.params_key = buffer_params_key(place, optimizer.buffer_params)
+        self.params_name = buffer_params_name(place, optimizer.buffer_params)
         self._optimizer = optimizer
 
     def boxes(self, model_state: Mapping[str, Any]) -> Iterator[tuple[str, int, Source]]:
@@ -118,7 +118,9 @@ class BucketSpace:
             for key, _, source in self.boxes(model_state)
         ]
         layout = {"prefixes": self.prefixes, "boxes": boxes}
-        return ShardedObject(self.params_key, layout, (1,), (0,), replica_id=self._replica)
+        return ShardedObject(
+            f"optimizer.{self.params_name}", layout, (1,), (0,), replica_id=self._replica
+        )
 
     @property
     def _replica(self) -> tuple[int, int, int]:

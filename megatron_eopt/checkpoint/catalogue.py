@@ -1,8 +1,8 @@
 """What a checkpoint has, read once from its metadata.
 
 :func:`read_catalogue` reads ``torch_dist`` and what torch writes itself (``fsdp_dtensor`` and
-``torch_dcp``). No tensor is read. torch unpickles metadata unchecked, so a checkpoint must be
-trusted.
+``torch_dcp``), and of format ``torch`` the groups. No tensor is read. torch unpickles metadata
+unchecked, so a checkpoint must be trusted.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_eopt.checkpoint.buckets import SavedBuckets, read_buckets
-from megatron_eopt.checkpoint.files import object_at, read_common_state, read_metadata
-from megatron_eopt.checkpoint.keys import split_key
+from megatron_eopt.checkpoint.files import (
+    RANK_FILE,
+    form_of,
+    object_at,
+    read_common_state,
+    read_metadata,
+    read_rank_file,
+)
+from megatron_eopt.checkpoint.keys import BUCKET_PARAMS, split_key
 from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER, Groups, groups_in
 from megatron_eopt.config.writers import TOLD
 from megatron_eopt.routing.groups import GROUP_ID
@@ -40,13 +47,14 @@ class Saved(NamedTuple):
     of_matrix: bool = False  # whether it is state of a logical matrix
     slabs: int = 0  # tensor-parallel size if it belongs to one shard; else 0
     in_bucket: bool = False  # whether it has a kind of state of many parameters
+    chain: str = ""  # prefix of the key with the index in a chain
 
 
 @dataclass(frozen=True)
 class Catalogue:
     """What a checkpoint has; all ranks can share it."""
 
-    form: str  # "torch_dist", "fsdp_dtensor" or "torch_dcp"
+    form: str  # "torch_dist", "fsdp_dtensor", "torch_dcp", or "torch": a rank's file
     values: Mapping[str, Saved]  # by key
     common: Mapping[str, Any] = field(default_factory=dict)  # arguments, groups and the like
     # settings of groups by parameter, in ``fsdp_dtensor``
@@ -72,6 +80,16 @@ class Catalogue:
                 found.setdefault(value.name, {})[value.kind] = value
         return found
 
+    @cached_property
+    def in_buckets(self) -> frozenset[str]:
+        """Kinds of state in buckets of many parameters."""
+        return frozenset(v.kind for v in self.values.values() if v.in_bucket and v.kind)
+
+    @cached_property
+    def bucket_names(self) -> frozenset[str]:
+        """Names of objects that identify the parameters in buckets."""
+        return frozenset(v.name for v in self.values.values() if v.name.startswith(BUCKET_PARAMS))
+
 
 def read_catalogue(folder: Path) -> Catalogue:
     """Read what a checkpoint has.
@@ -79,25 +97,35 @@ def read_catalogue(folder: Path) -> Catalogue:
     Raises:
         CheckpointError: If it cannot be read.
     """
+    if form_of(folder) == "torch":
+        # the first rank's; others have the same groups
+        own = min(folder.glob("mp_rank_*")) / RANK_FILE
+        return Catalogue("torch", {}, read_rank_file(own))
     metadata = read_metadata(folder)
     # torch notes how to nest the keys, megatron-core does not
     if metadata.planner_data:
         return _of_torch(folder, metadata)
-    values = {key: _by_key(key, item) for key, item in metadata.state_dict_metadata.items()}
+    values = {key: by_key(key, *_sizes(item)) for key, item in metadata.state_dict_metadata.items()}
     common = read_common_state(folder)
     return Catalogue("torch_dist", values, common, buckets=read_buckets(folder, metadata))
 
 
-def _by_key(key: str, item: Any) -> Saved:
-    """Return a value of ``torch_dist``; see Note [Keys]."""
+def by_key(
+    key: str,
+    shape: tuple[int, ...] | None = None,
+    dtype: torch.dtype | None = None,
+    cuts: tuple[int, ...] = (),
+) -> Saved:
+    """Return a value of ``torch_dist``, or of a rank's file; see Note [Keys]."""
     parts = split_key(key)
     if parts is None:
-        return Saved(None, key, *_sizes(item))
+        return Saved(None, key, shape, dtype, cuts)
     kind, bucket = parts.kind, ".bucket_idx_" in parts.name
     if kind is None and bucket:
         kind = parts.name.rpartition(".")[2]
-    sizes = _sizes(item)
-    return Saved(kind, parts.name, *sizes, parts.of_matrix, parts.slabs, in_bucket=bucket)
+    return Saved(
+        kind, parts.name, shape, dtype, cuts, parts.of_matrix, parts.slabs, bucket, parts.chain
+    )
 
 
 def _of_torch(folder: Path, metadata: Metadata) -> Catalogue:

@@ -1,17 +1,16 @@
 """Finds what a parameter asks for among what a checkpoint has."""
 
 import itertools
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
 from megatron_eopt.base.names import MAINS, MOMENTUM, STEP
-from megatron_eopt.checkpoint.catalogue import Shapes
+from megatron_eopt.checkpoint.catalogue import Catalogue
 from megatron_eopt.checkpoint.continuation import SavedState
-from megatron_eopt.checkpoint.keys import split_key, state_key, unstacked_key
+from megatron_eopt.checkpoint.keys import state_key, unstacked_key
 from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace
 from megatron_eopt.checkpoint.saved_groups import SavedGroups
 from megatron_eopt.checkpoint.sources import Source, assemble, tensor_sources
@@ -29,60 +28,41 @@ def key_of(piece: Piece) -> str:
 
 
 class Contents:
-    """The optimizer state that a checkpoint has: shapes of tensors, and parameter groups."""
+    """The optimizer state of a checkpoint, as one of the optimizers of ``ours`` asks for it."""
 
-    def __init__(
-        self,
-        shapes: Shapes,
-        groups: SavedGroups | None = None,
-        boxes: Mapping[str, Sequence[Source]] | None = None,
-    ) -> None:
-        self.shapes = shapes
+    def __init__(self, catalogue: Catalogue, ours: Collection[str] = ()) -> None:
+        self.catalogue = catalogue
         # a rank's file has no more than the rank's own boxes
-        self._reads_boxes = boxes is not None
-        self._boxes = boxes or {}
-        self._groups = groups or SavedGroups()
-        # kinds of state by parameter, or by stack of parameters
-        self.kinds: dict[str, set[str]] = defaultdict(set)
-        self.in_buckets: set[str] = set()  # kinds of state in buckets of many parameters
-        self.bucket_names: set[str] = set()  # keys that identify the parameters in buckets
-        self._keys: dict[str, str] = {}  # full key by key without the place in a chain
-        for key in shapes:
-            parts = split_key(key)
-            if parts is None:
-                continue
-            # two optimizers of a chain have no parameter in common, so nothing is lost
-            self._keys[key.removeprefix(parts.chain)] = key
-            if parts.kind is None:
-                if parts.name.startswith("buffer_params."):
-                    self.bucket_names.add(f"optimizer.{parts.name}")
-                elif ".bucket_idx_" in parts.name:
-                    self.in_buckets.add(parts.name.rpartition(".")[2])
-            else:
-                self.kinds[parts.name].add(parts.kind)
+        self._reads_boxes = catalogue.form != "torch"
+        self._boxes = catalogue.buckets.boxes
+        self._groups = SavedGroups(catalogue.groups, ours)
+        # full key by key without the place in a chain: two optimizers of a chain have no parameter
+        # in common, so nothing is lost
+        self._keys = {key.removeprefix(value.chain): key for key, value in catalogue.values.items()}
 
     def state_of(self, space: ParameterSpace, reader: str) -> SavedState:
         """Return what the checkpoint has of a parameter, for the optimizer that reads it."""
+        state, in_buckets = self.catalogue.state, self.catalogue.in_buckets
         # a parameter that is saved under several keys has a kind of state only if all of them have
         # it
         stacks = (
-            self.kinds.get(stack, set()) | self.kinds.get(unstacked_key(stack, space.places), set())
+            {*state.get(stack, ()), *state.get(unstacked_key(stack, space.places), ())}
             for stack in space.keys
         )
         # state of matrices is under the parameter's own name only
-        kinds = set.intersection(*stacks) | self.kinds.get(space.name, set())
+        kinds = set.intersection(*stacks) | {*state.get(space.name, ())}
         kinds -= MAINS | {STEP}
         boxes = (source.box for key in space.keys for source in self._boxes.get(key, ()))
         if kinds or all(box.offset[: space.prepended] != space.places for box in boxes):
             names = space.name, space.key
             return self._groups.state_of(names, kinds, reader, is_matrix=space.is_matrix)
         # megatron-core saves only Adam and SGD in this form
-        optimizer = "sgd" if MOMENTUM in self.in_buckets else "adam"
-        return SavedState(frozenset(self.in_buckets - MAINS - {STEP}), (optimizer,))
+        optimizer = "sgd" if MOMENTUM in in_buckets else "adam"
+        return SavedState(frozenset(in_buckets - MAINS - {STEP}), (optimizer,))
 
     def shape_of(self, piece: Piece) -> tuple[int, ...] | None:
         """Return the shape of the tensor that a piece is of; None if it is not there."""
-        return self.shapes.get(self._keys.get(key_of(piece), ""))
+        return self.catalogue.shapes.get(self._keys.get(key_of(piece), ""))
 
     def find(
         self, piece: Piece, own: str, kind: str, stacked: int, matrices: Sequence[MatrixPart]
@@ -136,7 +116,7 @@ class Contents:
         yield [
             replace(source, key=key, whole=size)
             for source in self._boxes.get(parameter, ())
-            if (size := self.shapes.get(key := f"{source.key}.{kind}"))
+            if (size := self.catalogue.shapes.get(key := f"{source.key}.{kind}"))
         ]
         yield [
             Source(key, self._shape(key), Box(part.place, part.size), part.box.offset)
@@ -149,10 +129,10 @@ class Contents:
     def _present(self, key: str) -> list[str]:
         """Return the full key of a tensor, if the checkpoint has it."""
         full = self._keys.get(key, "")
-        return [full] if self.shapes.get(full) is not None else []
+        return [full] if self.catalogue.shapes.get(full) is not None else []
 
     def _shape(self, full: str) -> tuple[int, ...]:
-        return self.shapes[full] or ()
+        return self.catalogue.shapes[full] or ()
 
     def _of_tensor(self, key: str, piece: ShardedTensor) -> list[Source]:
         found = (tensor_sources(full, self._shape(full), piece) for full in self._present(key))

@@ -83,9 +83,12 @@ def matrix_state_key(
     return f"optimizer.matrix_state.{kind}.{parameter}.{place}"
 
 
-def buffer_params_key(optimizer: str, params: Sequence[str]) -> str:
-    """Return the key that identifies the parameters in an optimizer's buckets, in order."""
-    return f"optimizer.buffer_params.{optimizer}.{zlib.crc32(repr(params).encode()):08x}"
+BUCKET_PARAMS = "buffer_params."
+
+
+def buffer_params_name(optimizer: str, params: Sequence[str]) -> str:
+    """Return the name of what identifies the parameters in an optimizer's buckets, in order."""
+    return f"{BUCKET_PARAMS}{optimizer}.{zlib.crc32(repr(params).encode()):08x}"
 
 
 def tensors(sharded_state_dict: Any) -> Iterator[ShardedTensor]:

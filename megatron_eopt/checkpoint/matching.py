@@ -18,7 +18,6 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron_eopt.base.agreement import from_rank_0, gather_unique, raise_together
 from megatron_eopt.checkpoint.bucket_order import boxes_by_order
 from megatron_eopt.checkpoint.catalogue import read_catalogue
-from megatron_eopt.checkpoint.contents import Contents
 from megatron_eopt.checkpoint.continuation import Policy, log_notes
 from megatron_eopt.checkpoint.requests import StateRequests
 from megatron_eopt.checkpoint.saved_rows import SavedRows
@@ -35,27 +34,25 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
     """
     requests = list(_requests(sharded_state_dict))
     catalogue = from_rank_0(lambda: read_catalogue(folder))
-    shapes, groups, buckets = catalogue.shapes, catalogue.groups, catalogue.buckets
-    contents = Contents(shapes)
-    if contents.in_buckets and not buckets.boxes:
+    if catalogue.in_buckets and not catalogue.buckets.boxes:
         mine = raise_together(lambda: [item.order() for item in requests if item.order])
         orders = gather_unique(mine)
         ours = gather_unique(name for item in requests for name in item.bucket_names)
         # earlier versions saved a hash of names, which is the same at this layout only
-        if not contents.bucket_names or contents.bucket_names.issuperset(ours):
-            found = raise_together(lambda: boxes_by_order(shapes, orders, contents.kinds.keys()))
-            buckets = replace(buckets, boxes=found)
+        if not catalogue.bucket_names or catalogue.bucket_names.issuperset(ours):
+            named = catalogue.state.keys()
+            boxes = raise_together(lambda: boxes_by_order(catalogue.shapes, orders, named))
+            buckets = replace(catalogue.buckets, boxes=boxes)
+            catalogue = replace(catalogue, buckets=buckets)
     # the caller's and each optimizer's own configuration allow differences
     policy = functools.reduce(operator.or_, (item.policy for item in requests), policy)
-    notes = raise_together(
-        lambda: [note for r in requests for note in r.adapt(shapes, groups, policy, buckets)]
-    )
+    notes = raise_together(lambda: [note for r in requests for note in r.adapt(catalogue, policy)])
     # a parameter may be on some ranks only
     log_notes(gather_unique(notes))
     rows = SavedRows(catalogue)
     raise_together(lambda: rows.find(sharded_state_dict))
     # last, because it replaces entries of the requests by factories
-    fill_new_rows(sharded_state_dict, shapes, rows.changes)
+    fill_new_rows(sharded_state_dict, catalogue.shapes, rows.changes)
 
 
 def _requests(state: Any) -> Iterator[StateRequests]:

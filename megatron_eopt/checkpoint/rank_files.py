@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 
 from megatron_eopt.base.agreement import gather_objects, gather_unique, raise_together
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.checkpoint.catalogue import Shapes
+from megatron_eopt.checkpoint.catalogue import Catalogue, by_key
 from megatron_eopt.checkpoint.contents import Piece, key_of
 from megatron_eopt.checkpoint.continuation import Policy, log_notes
 from megatron_eopt.checkpoint.keys import split_key
@@ -26,7 +26,6 @@ from megatron_eopt.checkpoint.optimizer_state import (
     requested,
     settle,
 )
-from megatron_eopt.checkpoint.saved_groups import saved_groups
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.routing.plain_names import bare
 
@@ -76,22 +75,23 @@ def load_rank_file(
     state = requested(storages, _model_of(names), is_loading=True, policy=policy)
     # no ``dist_checkpointing.load`` unwraps it here
     requests = state[REQUESTS] = state[REQUESTS].obj
-    common, shapes, pieces = raise_together(lambda: _content(path))
-    notes = raise_together(lambda: requests.adapt(shapes, saved_groups(common), policy))
+    catalogue, pieces = raise_together(lambda: _content(path))
+    notes = raise_together(lambda: requests.adapt(catalogue, policy))
     values = raise_together(
         lambda: _taken(path, state[PARAM_STATE]["values"], pieces, {*names.values()})
     )
     log_notes(gather_unique(notes))
-    loaded = {**common, REQUESTS: requests, PARAM_STATE: {"values": values}}
+    loaded = {**catalogue.common, REQUESTS: requests, PARAM_STATE: {"values": values}}
     raise_together(lambda: load(storages, loaded))
     settle(storages)
 
 
-def _content(path: Path) -> tuple[dict[str, Any], Shapes, dict[str, Any]]:
-    """Return groups and steps, shapes of tensors, and pieces in a file."""
+def _content(path: Path) -> tuple[Catalogue, dict[str, Any]]:
+    """Return what a file has, and the pieces in it."""
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
-        return content["common"], _unwrapped(content["shapes"]), _unwrapped(content["pieces"])
+        values = {key: by_key(key, its) for key, its in _unwrapped(content["shapes"]).items()}
+        return Catalogue("torch", values, content["common"]), _unwrapped(content["pieces"])
     except Exception as error:  # a broken file can raise anything
         raise _other(path, f"cannot be read: {error!r}") from error
 

@@ -15,7 +15,7 @@ from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint import saved_state
 from megatron_eopt.checkpoint.bucket_order import Order
 from megatron_eopt.checkpoint.buckets import BucketSpace, SavedBuckets
-from megatron_eopt.checkpoint.catalogue import Shapes
+from megatron_eopt.checkpoint.catalogue import Catalogue, Saved, by_key
 from megatron_eopt.checkpoint.contents import Contents, unstacked
 from megatron_eopt.checkpoint.continuation import (
     MAXIMA,
@@ -26,9 +26,9 @@ from megatron_eopt.checkpoint.continuation import (
     of_other_weights,
 )
 from megatron_eopt.checkpoint.keys import matrix_state_key
-from megatron_eopt.checkpoint.migration import LoadPlan
+from megatron_eopt.checkpoint.migration import chosen
 from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace, parameter_spaces
-from megatron_eopt.checkpoint.saved_groups import Groups, SavedGroups, optimizer_of
+from megatron_eopt.checkpoint.saved_groups import optimizer_of
 from megatron_eopt.checkpoint.sources import Source
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.update_rule import OF_GROUPS, UpdateRule, set_step
@@ -67,7 +67,7 @@ class StateRequests:
         self._has_stepped = any(storage.steps > 0 for storage in storages)
         self._buckets = bucket_spaces(storages)
         # keys that identify the parameters in them
-        self.bucket_names = [space.params_key for space in self._buckets.values()]
+        self.bucket_names = [space.params_name for space in self._buckets.values()]
         # keys and names of the parameters of all ranks, by the identity of their group
         self.members: dict[str, set[str]] = {}
         # the index of a value names it in the state dict. Ranks need not agree on it, because a
@@ -113,18 +113,10 @@ class StateRequests:
                 self._chosen[index] = replace(value, pieces=unstacked(value.pieces, value.stacked))
         self._update_param_state()
 
-    def adapt(
-        self, shapes: Shapes, groups: Groups, policy: Policy, buckets: SavedBuckets | None = None
-    ) -> list[Note]:
+    def adapt(self, catalogue: Catalogue, policy: Policy) -> list[Note]:
         """Request only what a checkpoint has, if the policy allows the difference.
 
         Call it before loading, because ``dist_checkpointing.load`` fails if a key is missing.
-
-        Args:
-            shapes: Global shapes of the checkpoint's tensors.
-            groups: Its parameter groups.
-            policy: What may differ.
-            buckets: What it says about its buckets; None for a rank's file.
 
         Returns:
             What starts fresh or is read from another source.
@@ -132,21 +124,12 @@ class StateRequests:
         Raises:
             ConfigurationError: If state is missing; names the parameters and kinds.
         """
-        self._beside, self.common = {}, () if buckets is None else buckets.common
-        boxes = None if buckets is None else buckets.boxes
-        contents = Contents(shapes, SavedGroups(groups, self._optimizers), boxes)
-        self._by_order = not contents.bucket_names
-        reading = LoadPlan(policy, contents, has_stepped=self._has_stepped)
-        # state of one parameter continues or starts fresh together, see Note [Meaning of state]
-        by_parameter: dict[str, dict[int, saved_state.StateValue]] = {}
-        for index, value in enumerate(self._values):
-            by_parameter.setdefault(value.where.space.name, {})[index] = value.apart_from_model()
-        for values in by_parameter.values():
-            reading.choose(values)
-        reading.refuse()
-        self._chosen = reading.chosen
+        self._beside, self.common = {}, catalogue.buckets.common
+        self._by_order = not catalogue.bucket_names
+        contents = Contents(catalogue, self._optimizers)
+        self._chosen, notes = chosen(self._values, contents, policy, has_stepped=self._has_stepped)
         self._update_param_state()
-        return reading.notes()
+        return notes
 
     def check(self, loaded: Mapping[str, Any]) -> None:
         """Raise a ConfigurationError if requested state is not in the loaded ``param_state``."""
@@ -212,13 +195,14 @@ class StateRequests:
         """Return what a checkpoint by bucket has that this run would save."""
         kinds = {value.kind for value in self._values if not value.is_count}
         boxes: dict[str, list[Source]] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
+        values: dict[str, Saved] = {}
         for space in self._buckets.values():
             for key, size, source in space.boxes(model_state):
                 bucket = space.prefixes[0] + source.key
                 boxes.setdefault(key, []).append(replace(source, key=bucket))
-                shapes |= {f"{bucket}.{kind}": (size,) for kind in kinds}
-        return Contents(shapes, boxes=boxes)
+                names = (f"{bucket}.{kind}" for kind in kinds)
+                values |= {name: by_key(name, (size,)) for name in names}
+        return Contents(Catalogue("torch_dist", values, buckets=SavedBuckets(boxes)))
 
     def _values_of(
         self, storage: Storage, model_state: Mapping[str, Any]

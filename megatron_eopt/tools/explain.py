@@ -5,7 +5,7 @@ checkpoint must be trusted.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,7 @@ from rich.text import Text
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENT2
 from megatron_eopt.checkpoint.catalogue import Catalogue, Saved, read_catalogue
-from megatron_eopt.checkpoint.files import (
-    RANK_FILE,
-    TRACKER,
-    folder_name,
-    form_of,
-    read_rank_file,
-    read_tracker,
-)
+from megatron_eopt.checkpoint.files import TRACKER, folder_name, read_tracker
 from megatron_eopt.checkpoint.guard.files import check
 from megatron_eopt.checkpoint.guard.saves import whole
 from megatron_eopt.checkpoint.saved_groups import optimizers_of, saved_groups, saved_steps
@@ -102,13 +95,9 @@ def explain(path: str | Path) -> Summary:
     """
     folder = _folder_in(Path(path))
     check(folder)
-    contents = Summary(str(folder), form_of(folder))
-    if contents.format == "torch":
-        common: Mapping[str, Any] = read_rank_file(min(folder.glob("mp_rank_*")) / RANK_FILE)
-    else:
-        catalogue = read_catalogue(folder)
-        contents.format, common = catalogue.form, catalogue.common
-        _note_values(contents, catalogue)
+    catalogue = read_catalogue(folder)
+    contents, common = Summary(str(folder), catalogue.form), catalogue.common
+    _note_values(contents, catalogue)
     _note_optimizer(contents, common.get("optimizer") or {})
     args = common.get("args")
     iteration = common.get("iteration")

@@ -93,7 +93,9 @@ def write_hashes(case: Case, folder: str) -> None:
     """Save as version 0.2.0 did, which wrote a hash of the parameters' names and no boxes."""
 
     def named(space: Any, _: Any) -> ShardedObject:
-        return ShardedObject(space.params_key, None, (1,), (0,), replica_id=space._replica)
+        return ShardedObject(
+            f"optimizer.{space.params_name}", None, (1,), (0,), replica_id=space._replica
+        )
 
     with mock.patch.object(BucketSpace, "described", named):
         write_all([case], folder)
