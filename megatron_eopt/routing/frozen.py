@@ -55,7 +55,8 @@ class Frozen:
         if home is None:
             return False
         # FSDP exchanges parameters, so the present one and the one that it stands for count too
-        now = home._parameters.get(leaf)
+        # a scripted module's table is no dictionary
+        now = dict(home._parameters.items()).get(leaf)
         known = (param(), now, getattr(now, "orig_param", None))
         # every step asks, and hardly ever goes on from here
         if not any(item is not None and item.requires_grad for item in known):

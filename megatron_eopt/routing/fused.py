@@ -130,11 +130,12 @@ def _shape_of(owner: nn.Module, name: str) -> tuple[int, ...]:
 
     An adapter may wrap the layer. A parametrized weight is not computed, which could change state.
     """
-    item = owner._parameters.get(name, owner._modules.get(name))
+    # a scripted module's tables of parameters and modules are no dictionaries
+    item: Any = dict(owner.named_children()).get(name)
     item = getattr(item, "base_layer", item)
-    if isinstance(item, nn.Module):
+    if item is not None:
         owner, name = item, "weight"
-    own = owner._parameters.get(name)
+    own = dict(owner.named_parameters(recurse=False)).get(name)
     if own is None and parametrize.is_parametrized(owner, name):
         own = owner.get_submodule(f"parametrizations.{name}")._parameters.get("original")
     if own is None:

@@ -28,6 +28,7 @@ _SWAPS = frozenset({"transpose", "swapaxes", "swapdims"})
 _PRODUCTS = frozenset({"matmul", "mm", "bmm", "grouped_mm", "_grouped_mm"})
 _SUMS = frozenset({"addmm", "baddbmm"})
 _CUTS = frozenset({"chunk", "split", "tensor_split", "glu"})
+_FOLDS = frozenset({"view", "reshape", "unflatten"})
 
 
 def inputs_first(module: nn.Module, leaf: str, dims: int) -> bool | None:
@@ -52,7 +53,8 @@ def has_halves(module: nn.Module) -> bool:
     """
     declared: bool | None = getattr(module, "is_concatenated", None)  # as in transformers
     cls: Any = type(module)
-    return _reading(cls, 3).has_halves if declared is None else declared
+    reading = _reading(cls, 3)
+    return reading.has_halves and not reading.has_pairs if declared is None else declared
 
 
 @cache
@@ -97,6 +99,7 @@ class _Reader(ast.NodeVisitor):
     def __init__(self, cls: type, dims: int) -> None:
         self.orders: dict[str, set[bool]] = defaultdict(set)  # whether one is used as ``(in, out)``
         self.has_halves = False  # whether a tensor is cut in its last dimension
+        self.has_pairs = False  # whether each second element is taken, or pairs are made
         self._cls, self._dims = cls, dims
         self._scope = _Scope()
         self._seen: set[Any] = set()
@@ -152,6 +155,7 @@ class _Reader(ast.NodeVisitor):
         last = node.slice.elts[-1] if isinstance(node.slice, ast.Tuple) else None
         if isinstance(last, ast.Slice):
             self.has_halves |= last.step is None and bool(last.lower or last.upper)
+            self.has_pairs |= _integers(last.step) == [2]
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         self.generic_visit(node)
@@ -172,6 +176,8 @@ class _Reader(ast.NodeVisitor):
             self._product(*arguments[-2:])
         elif name == "einsum":
             self._einsum(arguments)
+        elif name in _FOLDS:
+            self.has_pairs |= any(_integers(node)[-1:] == [2] for node in arguments[-1:])
         elif name in _CUTS:
             dims = [item.value for item in node.keywords if item.arg == "dim"] or arguments[-1:]
             self.has_halves |= name == "glu" or any(dim != 0 for n in dims for dim in _integers(n))
@@ -273,8 +279,10 @@ def _changed(tensor: _Tensor | None, how: str, arguments: Sequence[ast.expr]) ->
     return replace(tensor, flipped=not tensor.flipped) if is_flip else None
 
 
-def _integers(node: ast.expr) -> list[int]:
+def _integers(node: ast.expr | None) -> list[int]:
     """Return the integers of an argument, be it one or a sequence."""
+    if node is None:
+        return []
     try:
         value = ast.literal_eval(node)
     except ValueError:

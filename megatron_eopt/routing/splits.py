@@ -299,7 +299,8 @@ def _has_gates(weight: _Weight) -> bool:
     if not _RECURRENT.match(weight.place.leaf):
         return False
     # it has as many rows as the one that multiplies the state, which without gates is square
-    state = weight.linear._parameters.get(_RECURRENT.sub("weight_hh", weight.place.leaf))
+    its = dict(weight.linear.named_parameters(recurse=False))
+    state = its.get(_RECURRENT.sub("weight_hh", weight.place.leaf))
     return state is not None and whole_shape(state)[0] > whole_shape(state)[-1]
 
 

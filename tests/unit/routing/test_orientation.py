@@ -263,11 +263,13 @@ class ByFunction(GatedExperts):
 
 class BySteps(GatedExperts):
     def parts(self, y: torch.Tensor) -> Any:
+        y, _ = y.split([8, 0], dim=-1)
         return y[..., ::2], y[..., 1::2]
 
 
 class ByView(GatedExperts):
     def parts(self, y: torch.Tensor) -> Any:
+        y = y[..., :8]  # of this module's other tensors
         return y.view(*y.shape[:-1], -1, 2).unbind(-1)
 
 
@@ -362,6 +364,16 @@ def test_parametrized_and_scripted_modules():
     assert {*found.values()} == {*plain.values()}
     assert {split.kind for split in found.values()} == {"gated", "transposed"}
     build_optimizer(nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4)), config())
+    for whole in (torch.jit.script(nn.LSTM(6, 4)), torch.jit.trace(InTurn(), torch.randn(2, 6))):
+        biases = [param for param in whole.parameters() if param.dim() == 1]
+        for bias in biases:
+            bias.requires_grad = False
+        with listening() as lines:
+            optimizer = build_optimizer(whole, config())
+        assert any("look fused" in line for line in lines)
+        for param in whole.parameters():
+            param.grad = torch.ones_like(param) if param.requires_grad else None
+        optimizer.step()
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "units", "optim_grads_params"])
