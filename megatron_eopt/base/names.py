@@ -11,9 +11,6 @@ Gram matrices. ``exchange`` sends each matrix to one owner rank. ``auto`` picks 
 mode.
 """
 
-CheckActionT = Literal["continue", "skip", "stop"]
-"""What a step does if two ranks compute different updates of one matrix."""
-
 DEFAULT_MATRIX_BUFFER_MB = 64.0
 """MiB of full matrices that a rank assembles at a time: fills a GPU, small next to the weights."""
 

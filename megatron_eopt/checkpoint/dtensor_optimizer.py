@@ -22,7 +22,7 @@ from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.lending import keep
 from megatron_eopt.optimizers.sharded_optimizer import Served, ShardedOptimizer
-from megatron_eopt.optimizers.spot_checks import SpotChecks
+from megatron_eopt.optimizers.step_checks import StepChecks
 from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule, check_may_step, set_step
 from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
 from megatron_eopt.routing.frozen import Frozen
@@ -54,7 +54,7 @@ class DTensorOptimizer(ShardedOptimizer):
     steps = 0  # number of steps done
     _observer: StepObserver | None = None
     # see Note [Spot checks]; those of a chain are the chain's
-    spot_checks: SpotChecks | None = None
+    step_checks: StepChecks | None = None
     frozen: Frozen | None = None  # notices what is unfrozen later, in your own loop
 
     def __init__(
@@ -95,11 +95,11 @@ class DTensorOptimizer(ShardedOptimizer):
             self.frozen.warn()
         observer = self._observer if self.collects_stats else None
         with observer.collecting() if observer else nullcontext(), matmul_precision():
-            if self.spot_checks is not None:
+            check = None if self.step_checks is None else self.step_checks.due(self.steps)
+            if check is not None:
                 self._take_up_groups()
-                if not self.spot_checks.passes(self.steps):
-                    return
-            super()._step()
+            with check or nullcontext():
+                super()._step()
             self.steps += 1
 
     def observe(self, observer: StepObserver) -> None:

@@ -19,7 +19,6 @@ from megatron_eopt.base.names import (
     CAUTIOUS_DECAY,
     SMALLEST_MATRIX_BUFFER_MB,
     STANDARD_OPTIMIZERS,
-    CheckActionT,
     TpModeT,
 )
 from megatron_eopt.config.fields import (
@@ -88,7 +87,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "muon_fp32_matmul_prec": get_args(PrecisionT),
     "muon_algorithm": get_args(AlgorithmT),
     "muon_momentum_dtype": MOMENTUM_DTYPES,
-    "muon_check_action": get_args(CheckActionT),
     "adaptive_muon_moment2_method": get_args(Moment2MethodT),
 }
 

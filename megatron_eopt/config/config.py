@@ -19,7 +19,6 @@ from megatron_eopt.base.names import (
     DEFAULT_MATRIX_BUFFER_MB,
     DEFAULT_MAX_RANKS_PER_MATRIX,
     STANDARD_OPTIMIZERS,
-    CheckActionT,
     OptimizerDefaultsT,
     TpModeT,
 )
@@ -109,11 +108,8 @@ class EmergingOptimizerConfig(OptimizerConfig):
 
     muon_check_fraction: float = 0.0
     """How often a second rank computes each of Muon's matrices, too: 0.01 is in one of 100 steps,
-    before it changes weights. Different bits show a faulty device or message; 0 is never."""
-
-    muon_check_action: CheckActionT = "continue"
-    """What to do if they differ: "continue" with the update that a third rank confirms, "skip" the
-    step, or "stop" all ranks before anything changes."""
+    before it changes weights. Different bits show a faulty device or message, and stop all ranks;
+    0 is never."""
 
     muon_momentum_dtype: MomentumDtypeT = "fp32"
     """How Muon and adaptive Muon store momentum: "fp32", "bf16" (2 bytes, stochastic rounding), or

@@ -213,7 +213,7 @@ class MatrixEngine:
         return max(1, self.wave_elements // math.prod(shape))
 
     def _compute(self, batch: WaveBatch) -> None:
-        # Skipped matrices were computed before the step (spot_checks.py), which also puts in their
+        # Skipped matrices were computed before the step (step_checks.py), which also puts in their
         # updates. Runs of neighbours are views of the stack, others would be copies.
         computed = [matrix not in self.skipped for matrix in batch.matrices]
         for is_computed, places in groupby(range(len(computed)), computed.__getitem__):

@@ -19,7 +19,7 @@ Note [The way of a gradient]
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -54,17 +54,6 @@ class Stepped:
     group: ParamGroup
     param: Tensor
     state: dict[str, Any]
-
-
-@dataclass
-class Held:
-    """Parameters whose weights a step may have to leave as they are."""
-
-    numbers: frozenset[int]  # indices of their shards
-    passed: Tensor  # a factor on the coefficient; nan if weights stay
-    # what the step would have done: parameters with the settings of this step, and their updates
-    items: list[Stepped] = field(default_factory=list)
-    updates: dict[int, Tensor] = field(default_factory=dict)
 
 
 class MuonRule(UpdateRule):
@@ -103,10 +92,9 @@ class MuonRule(UpdateRule):
         if optimizer.momentum_dtype != "fp32":
             self.rounding = RoundedMomentum(optimizer.momentum_dtype, shards, engine_config.device)
             self.optional_state = frozenset({MOMENTUM_SCALE, STEP})
-        # `spot_checks.py` sets both: a function that writes updates computed before the step over
-        # those of the waves, and weights that a failed check leaves unchanged
+        # writes updates that were computed before the step over those of the waves; see
+        # `step_checks.py`
         self.insert_checked: Callable[[Mapping[int, Tensor]], None] | None = None
-        self.held: Held | None = None
         self._stats: StepStats | None = None
         self._totals: MatrixSums | None = None
         if self.sums_per_matrix:
@@ -451,29 +439,7 @@ class MuonRule(UpdateRule):
         if self._stats is not None:
             numbers = [item.number for item in stepped]
             self._stats.count_updates(numbers, [updates[number] for number in numbers])
-        held = self.held.numbers if self.held is not None else ()
-        self._write([item for item in stepped if item.number not in held], updates)
-        late = [item for item in stepped if item.number in held]
-        if self.held is not None and late:
-            # Whether a check passed is known on the device only. A factor of nan makes the pass
-            # leave these weights as they are.
-            before = self.coefficient
-            self.coefficient = self.held.passed if before is None else before * self.held.passed
-            self._write(late, updates)
-            self.coefficient = before
-            # A scheduler changes groups before these are used, and the next wave overwrites
-            # updates.
-            self.held.items += [replace(item, group=dict(item.group)) for item in late]
-            mine = [item.number for item in late if item.number not in self.held.updates]
-            self.held.updates |= {number: updates[number].clone() for number in mine}
-
-    def apply_held(self) -> None:
-        """Update the weights that the last step left as they were."""
-        held, self.held = self.held, None
-        if held is not None and held.items:
-            if self.insert_checked is not None:
-                self.insert_checked(held.updates)
-            self._write(held.items, held.updates)
+        self._write(stepped, updates)
 
     def _write(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
         for group, members in _by_group(stepped):

@@ -20,7 +20,6 @@ from megatron_eopt.base.agreement import any_rank, raise_together
 from megatron_eopt.base.errors import (
     ConfigurationError,
     NonFiniteError,
-    SpotCheckError,
     check_number,
 )
 from megatron_eopt.base.upstream import require_upstream
@@ -32,7 +31,7 @@ from megatron_eopt.checkpoint.saved_groups import check_state_dict
 from megatron_eopt.config.settings import RunSettings, Settings
 from megatron_eopt.math import passes
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
-from megatron_eopt.optimizers.spot_checks import SpotChecks
+from megatron_eopt.optimizers.step_checks import step_checks
 from megatron_eopt.optimizers.storage import Storage, named_gradients
 from megatron_eopt.optimizers.update_rule import check_may_step, refuse_copy
 from megatron_eopt.qk_clip import remember
@@ -88,7 +87,7 @@ class OptimizerChain(ChainedOptimizer):
             self._overlap = Overlap(
                 self.chained_optimizers, self._named_chunks, self._expects_no_clipping
             )
-        self.spot_checks = SpotChecks.of(
+        self.step_checks = step_checks(
             settings,
             (
                 (rule, partial(storage.groups_and_state, rule), storage.replicas)
@@ -97,7 +96,7 @@ class OptimizerChain(ChainedOptimizer):
             ),
         )
         # whether ranks have copies of gradients, in one of which faulty hardware may flip a bit
-        self._copies_may_differ = self.spot_checks is not None and any_rank(self._has_copies())
+        self._copies_may_differ = self.step_checks is not None and any_rank(self._has_copies())
         self._frozen = Frozen(model_chunks)
         self._last_norm = math.inf
         # norms of the last step, until the host reads them
@@ -174,7 +173,9 @@ class OptimizerChain(ChainedOptimizer):
             return False, None, None
         # the flag whether gradients have changed is summed with the norm, in one all-reduce
         norms = self.norms(None if self._overlap is None else self._overlap.join())
-        late = self._may_read_late(norms)
+        check = None if self.step_checks is None else self.step_checks.due(self._steps_done)
+        # the host of a step that is checked waits anyway
+        late = check is None and self._may_read_late(norms)
         found: Any = norms[None].value if late else self._read(norms)
         if self._overlap is not None and self._overlap.has_looked:
             # with the verdict on the norm, the host launches one of two ways to step
@@ -189,12 +190,8 @@ class OptimizerChain(ChainedOptimizer):
             if not late and self.is_above_skip_threshold(found):
                 self.skipped_steps += 1
                 return False, found, zeros
-            if self.spot_checks is not None and not self.spot_checks.passes(
-                self._steps_done, late=late
-            ):
-                self.skipped_steps += 1
-                return False, found, zeros
-            done = self.step_with_ready_grads()
+            with check or nullcontext():
+                done = self.step_with_ready_grads()
         if late:
             norms[None].send()
             self._unread = norms
@@ -214,20 +211,11 @@ class OptimizerChain(ChainedOptimizer):
         try:
             if self._unread:
                 self._read(self._unread)
-            if self.spot_checks is not None and not self.spot_checks.read_late():
-                self.skipped_steps += 1
-                self._uncount_step()
         # the device has written nothing in that step, but the host has counted it
-        except (NonFiniteError, SpotCheckError):
-            if self.spot_checks is not None:
-                # of gradients that are not finite, no directions were computed
-                self.spot_checks.forget()
-            self._uncount_step()
+        except NonFiniteError:
+            for storage in self.chained_optimizers:
+                storage.steps -= 1
             raise
-
-    def _uncount_step(self) -> None:
-        for storage in self.chained_optimizers:
-            storage.steps -= 1
 
     def _may_read_late(self, norms: Mapping[str | None, GradNorm]) -> bool:
         """Return whether a step can run before the host knows its norms."""
@@ -397,8 +385,6 @@ class OptimizerChain(ChainedOptimizer):
                 state is missing or does not fit.
         """
         self._unread = {}
-        if self.spot_checks is not None:
-            self.spot_checks.forget()
         if self._overlap is not None:
             self._overlap.forget()
         finish_gathers(self.model_chunks)

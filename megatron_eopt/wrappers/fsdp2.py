@@ -29,7 +29,7 @@ from megatron_eopt.config.settings import Settings
 from megatron_eopt.config.values import read_value
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.lending import sparse_gradient
-from megatron_eopt.optimizers.spot_checks import SpotChecks
+from megatron_eopt.optimizers.step_checks import step_checks
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.routing.model import (
@@ -130,7 +130,7 @@ def build_optimizer(
     optimizer.collects_stats = settings.config.log_optimizer_stats
     optimizer.observe(stats_of(optimizer))
     optimizer.frozen = frozen
-    optimizer.spot_checks = SpotChecks.of(
+    optimizer.step_checks = step_checks(
         settings,
         (
             (rule, partial(optimizer.groups_and_state, rule), None)

@@ -32,6 +32,8 @@ ORDER = (
     "fsdp2",
     "muon",
     "extending",
+    # what is outside the core, which imports none of it
+    "contrib",
     # what it is made of
     "wrappers",
     "qk_clip",

@@ -177,7 +177,7 @@ def plan(
 
 def _checks(optimizer: Any, usual: Report) -> Checks | None:
     """Run the steps of a cycle that check matrices, and compare them with a usual one."""
-    checks = optimizer.spot_checks
+    checks = optimizer.step_checks
     if checks is None:
         return None
     seen, peak = Counts(), 0

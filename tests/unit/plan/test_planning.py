@@ -117,8 +117,9 @@ def test_checks_of_one_matrix_in_100_cost_little(name, record_property):
     found = in_a_process(shape, MODELS[name], muon_check_fraction=0.01)["spot_checks"]
     shares = found["shares"]
     record_property("spot checks", ", ".join(f"{k} {v:+.2%}" for k, v in shares.items()))
-    assert all(share < 0.015 for share in shares.values())
-    assert found["checking"]["host_waits"] == 0
+    assert all(share < 0.015 for kind, share in shares.items() if kind != "host_waits")
+    # for the norm and for whether updates differ
+    assert found["checking"]["host_waits"] == 2
     # the rank computes what it owns once, and as much for another rank
     assert found["checking"]["flops"] > 1.5 * found["usual"]["flops"]
 

@@ -153,7 +153,6 @@ UNCHANGED = (
     "muon_max_ranks_per_matrix",
     "muon_overlap_dp_comm",
     "muon_check_fraction",
-    "muon_check_action",
 )
 """Fields that say where and when updates are computed; tests of layouts compare their values."""
 

@@ -9,15 +9,12 @@ Note [Spot checks]
     parameter is stored. The step then uses these updates, and its waves do not compute them again.
 
     Calls are few: the differences of all fingerprints, each times an odd number, are summed over
-    all ranks, and any sum but 0 is an alarm. Equal matrices of an owner are computed in one stack,
-    and whoever computes one of them again computes that stack, because batched products may round
-    otherwise.
-
-    If fingerprints differ, a third rank computes the stack and decides. In a group of two, both
-    compute again. If nothing is decided, the step is left out.
+    all ranks, and any sum but 0 stops all ranks. Equal matrices of an owner are computed in one
+    stack, and whoever computes one of them again computes that stack, because batched products may
+    round otherwise.
 
     Where every data-parallel rank computes all updates, nothing is computed twice: the ranks
-    compare theirs, and most of them decide. There a flipped gradient or momentum shows as well.
+    compare theirs. There a flipped gradient or momentum shows as well.
 
     What is seen: flips in products, in the memory of the ranks that compute, and in messages. What
     is not seen: flips before gradients are reduced, or in the only copy of a gradient, a momentum
@@ -29,8 +26,8 @@ import logging
 import math
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import batched
 from typing import Any
@@ -41,17 +38,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.base import gpu
-from megatron_eopt.base.agreement import (
-    device_of_collectives,
-    gather_objects,
-    gather_unique,
-    is_rank_0,
-)
+from megatron_eopt.base.agreement import device_of_collectives, gather_objects, gather_unique
 from megatron_eopt.base.errors import SpotCheckError
-from megatron_eopt.base.gpu import HostCopy
 from megatron_eopt.base.log import inform
-from megatron_eopt.base.names import CheckActionT
-from megatron_eopt.config.settings import RunSettings
 from megatron_eopt.layouts import Layout, Matrix, Redistribution, WaveBatch
 from megatron_eopt.layouts.assignment import plan_waves
 from megatron_eopt.layouts.boxes import Boxes
@@ -59,7 +48,8 @@ from megatron_eopt.layouts.plan import sum_of_weights
 from megatron_eopt.math import standard_flops
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.adaptive_rule import AdaMuonRule
-from megatron_eopt.optimizers.muon_rule import Held, MuonRule
+from megatron_eopt.optimizers.muon_rule import MuonRule
+from megatron_eopt.optimizers.step_checks import PartT, SourceT
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
 
 logger = logging.getLogger(__name__)
@@ -82,9 +72,6 @@ next one; what remains is checked in other steps."""
 type _ViewT = tuple[tuple[int, int], tuple[int, int], int]
 """Sizes, strides and offset of a part of a flat tensor."""
 
-type SourceT = Callable[[], AbstractContextManager[tuple[list[ParamGroup], State]]]
-"""Provides the groups and the state that an update rule works on."""
-
 
 def fingerprint(matrices: Tensor, first_row: int = 0) -> Tensor:
     """Return a sum of the bits of each matrix, int64, that any single flip changes.
@@ -103,28 +90,6 @@ def fingerprint(matrices: Tensor, first_row: int = 0) -> Tensor:
 def _weight(name: str) -> int:
     """Return an odd number with which a fingerprint counts in a sum of many, below 2^63."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1 | 1
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One matrix whose fingerprints differed."""
-
-    matrix: str
-    step: int
-    rank: int | None  # the rank that was wrong; None for a message, or if nothing was decided
-    where: str  # its host and device
-    decided: bool
-
-    def __str__(self) -> str:
-        """Return the line for the log."""
-        start = f"spot check: step {self.step}, {self.matrix}: "
-        if not self.decided and self.rank is None:
-            return start + "ranks computed different updates, and none could be confirmed"
-        if not self.decided:
-            return start + f"rank {self.rank} ({self.where}) has other gradients or momenta"
-        if self.rank is None:
-            return start + "an update was changed on its way to the ranks that store it"
-        return start + f"rank {self.rank} ({self.where}) computed other bits than two other times"
 
 
 @dataclass(frozen=True)
@@ -216,11 +181,9 @@ class SpotCheck:
         ]
         self._stacks = self._stacked()
         self._turns: list[tuple[int, ...]] = []
-        self._plans: dict[tuple[Any, ...], _Planned] = {}
-        # of the last step, until the next one: matrices that were checked, directions of their
-        # shards, and updates, of which only their pieces count
+        self._plans: dict[int, _Planned] = {}  # by turn
+        # of a step: matrices that are checked, and updates, of which only their pieces count
         self._drawn: tuple[int, ...] = ()
-        self._directions: dict[int, Tensor] = {}
         self._updates: dict[int, Tensor] = {}
         # this rank's part of the fingerprints
         self._seen = self._of_momenta = torch.empty(0)
@@ -298,22 +261,21 @@ class SpotCheck:
         return [rank for rank in others if rank not in but and self._hosts[rank][1] == kind]
 
     @torch.no_grad()
-    def run(self, turn: int, groups: Sequence[ParamGroup], state: State) -> list[Tensor]:
+    def run(self, turn: int, groups: Sequence[ParamGroup], state: State) -> Tensor | int:
         """Compute the matrices of a turn; collective; nothing changes.
 
         Returns:
-            A tensor of two numbers, int64, whose sums over all ranks are 0 unless updates differ,
-            or momenta; nothing if this update rule has no matrices in this turn.
+            An integer whose sum over all ranks, modulo 2^64, is 0 unless updates differ, or
+            momenta.
         """
-        self.forget()
         if not self._turns[turn]:
-            return []
-        planned = self._plan(self._turns[turn], [self._stacks[n].ranks for n in self._turns[turn]])
+            return 0
+        if turn not in self._plans:
+            self._plans[turn] = self._new_plan([self._stacks[n] for n in self._turns[turn]])
+        planned = self._plans[turn]
         self._drawn = planned.numbers
         self._of_momenta = torch.zeros_like(planned.weights)
-        self._seen, self._updates = self._compute(
-            planned, lambda numbers: self._look_ahead(numbers, groups, state)
-        )
+        self._compute(planned, groups, state)
         self.rule.insert_checked = self._insert
         for number, engine in enumerate(self.rule.engines):
             mine = (m for m in (self._matrices[n] for n in self._drawn) if m.engine == number)
@@ -321,66 +283,49 @@ class SpotCheck:
             engine.skipped = () if self.rule.is_measured else {m.index for m in mine}
         if self._replicas is None:
             first, second, arrived = self._seen
-            differences = first - arrived + _FACTOR * (second - arrived)
-            of_updates = _total(differences, planned)
-            return [torch.stack([of_updates, torch.zeros_like(of_updates)])]
+            return _total(first - arrived + _FACTOR * (second - arrived), planned)
         computed, arrived = self._seen
-        both = _total(computed + 3 * arrived, planned), _total(self._of_momenta, planned)
+        total = _total(computed + 3 * arrived + _FACTOR * self._of_momenta, planned)
         # with these factors, equal numbers of all replicas add up to 0
         last = dist.get_world_size(self._replicas) - 1
-        return [torch.stack(both) * (-last if dist.get_rank(self._replicas) == last else 1)]
+        return total * (-last if dist.get_rank(self._replicas) == last else 1)
 
     def _look_ahead(
         self, numbers: Sequence[int], groups: Sequence[ParamGroup], state: State
-    ) -> None:
-        """Compute the directions of some shards, and fingerprints of momenta if they count."""
+    ) -> dict[int, Tensor]:
+        """Return the directions of some shards; note fingerprints of momenta if they count."""
         directions, momenta = self.rule.look_ahead(numbers, groups, state)
-        self._directions |= directions
         for at, matrix in enumerate(self._matrices[n] for n in self._drawn):
             if self._replicas is not None and matrix.shard in momenta:
                 for piece, row in matrix.pieces(momenta[matrix.shard], self._ranks.rank):
                     self._of_momenta[at] += fingerprint(piece, row)
+        return directions
 
     def forget(self) -> None:
-        """Drop what was computed for the last step."""
-        self.rule.insert_checked, self.rule.held = None, None
+        """Drop what was computed for a step."""
+        self.rule.insert_checked = None
         for engine in self.rule.engines:
             engine.skipped = ()
-        self._drawn, self._directions, self._updates = (), {}, {}
+        self._drawn, self._updates = (), {}
         self._seen = self._of_momenta = torch.empty(0)
 
-    def hold(self, passed: Tensor) -> None:
-        """Let the step write drawn weights only if ``passed``, of shape (), is not NaN."""
-        drawn = Counter(self._matrices[number].shard for number in self._drawn)
-        whole = {
-            n: u for n, u in self._updates.items() if drawn[n] == len(self.rule.shards[n].layouts)
-        }
-        self.rule.held = Held(frozenset(drawn), passed, updates=whole)
-
     def _insert(self, updates: Mapping[int, Tensor]) -> None:
-        self._copy(self._drawn, self._updates, updates)
-
-    def _copy(
-        self, numbers: Iterable[int], source: Mapping[int, Tensor], sink: Mapping[int, Tensor]
-    ) -> None:
-        """Copy matrices between tensors of the shards that both have."""
+        """Write the matrices that were computed before the step over a wave's."""
         pairs: list[tuple[Tensor, Tensor]] = []
-        for matrix in (self._matrices[n] for n in numbers):
-            if matrix.shard in source and matrix.shard in sink:
-                its = (matrix.pieces(t[matrix.shard], self._ranks.rank) for t in (sink, source))
-                pairs += [(mine, other) for (mine, *_), (other, *_) in zip(*its, strict=True)]
+        for matrix in (self._matrices[n] for n in self._drawn):
+            if matrix.shard in self._updates and matrix.shard in updates:
+                both = (updates[matrix.shard], self._updates[matrix.shard])
+                its = (matrix.pieces(tensor, self._ranks.rank) for tensor in both)
+                pairs += [(out, block) for (out, _), (block, _) in zip(*its, strict=True)]
         if pairs:
             outs, blocks = map(list, zip(*pairs, strict=True))
             torch._foreach_copy_(outs, blocks)
 
-    def _compute(
-        self, planned: _Planned, look_ahead: Callable[[Sequence[int]], None] | None = None
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+    def _compute(self, planned: _Planned, groups: Sequence[ParamGroup], state: State) -> None:
         """Compute matrices on some ranks of the group; collective.
 
-        Returns:
-            This rank's part of fingerprints, int64 ``(kinds, matrices)``, of which all kinds must
-            be equal; and the updates of this rank's shards.
+        This rank's part of fingerprints is int64 ``(kinds, matrices)``, of which all kinds must be
+        equal. Updates are those of this rank's shards.
         """
         matrices = [self._matrices[n] for n in planned.numbers]
         kinds = max(map(len, planned.ranks)) + 1
@@ -389,9 +334,8 @@ class SpotCheck:
         number_of = {shard.name: number for number, shard in enumerate(self.rule.shards)}
 
         def load(_: int, names: Sequence[str]) -> dict[str, Tensor]:
-            if look_ahead is not None:
-                look_ahead([number_of[name] for name in names])
-            return {name: self._directions[number_of[name]] for name in names}
+            directions = self._look_ahead([number_of[n] for n in names], groups, state)
+            return {name: directions[number_of[name]] for name in names}
 
         def compute(batch: WaveBatch) -> None:
             start, ranks = batch.matrices[0], planned.ranks[batch.matrices[0]]
@@ -414,36 +358,30 @@ class SpotCheck:
             pieces = [_view(updates[shard], view) for shard, view in views]
             stack = torch.stack(pieces) if len(pieces) > 1 else pieces[0].unsqueeze(0)
             seen[-1].index_add_(0, places, fingerprint(stack, row))
-        return seen, updates
+        self._seen, self._updates = seen, updates
 
-    def _gathered(self, of_momenta: Tensor, seen: Tensor) -> Tensor:
-        """Return fingerprints ``(n, kinds, matrices)``, of which all ``n`` must be equal.
+    def _gathered(self) -> list[list[tuple[int, ...]]]:
+        """Return, for each drawn matrix, fingerprints that must be equal; collective.
 
-        They are summed over the group; with replicas, the first kind is that of momenta.
+        They are those of either rank and of what arrived, or those of each replica.
         """
+        seen = self._seen
         if self._replicas is None:
             dist.all_reduce(seen, group=self._ranks.group)
-            return seen.unsqueeze(1)
-        seen = torch.cat([of_momenta.unsqueeze(0), seen])
+            return [[(value,) for value in column] for column in seen.T.tolist()]
+        seen = torch.cat([self._of_momenta.unsqueeze(0), seen])
         if self._ranks.group is not None:
             dist.all_reduce(seen, group=self._ranks.group)
-        replicas = dist.get_world_size(self._replicas)
-        found = seen.new_empty(replicas * seen.numel())
+        found = seen.new_empty(dist.get_world_size(self._replicas) * seen.numel())
         dist.all_gather_into_tensor(found, seen.view(-1), group=self._replicas)
-        return found.view(replicas, *seen.shape)
+        by_matrix = found.view(-1, *seen.shape).permute(2, 0, 1).tolist()
+        return [[tuple(of_rank) for of_rank in of_matrix] for of_matrix in by_matrix]
 
-    def _plan(self, stacks: Sequence[int], ranks: Sequence[tuple[int, ...]]) -> _Planned:
-        """Return how ranks compute some stacks; collective."""
-        key = (tuple(stacks), tuple(ranks))
-        if key not in self._plans:
-            self._plans[key] = self._new_plan([self._stacks[n] for n in stacks], ranks)
-        return self._plans[key]
-
-    def _new_plan(self, stacks: Sequence[_Stack], ranks: Sequence[tuple[int, ...]]) -> _Planned:
+    def _new_plan(self, stacks: Sequence[_Stack]) -> _Planned:
         engine = self.rule.engine
         members = [
-            (number, kind, computing)
-            for kind, (stack, computing) in enumerate(zip(stacks, ranks, strict=True))
+            (number, kind, stack.ranks)
+            for kind, stack in enumerate(stacks)
             for number in stack.matrices
         ]
         matrices = [self._matrices[number] for number, *_ in members]
@@ -465,7 +403,7 @@ class SpotCheck:
             for stack, shape in zip(stacks, shapes, strict=True)
         ]
         waves = plan_waves(
-            [computing[0] for computing in ranks],
+            [stack.ranks[0] for stack in stacks],
             costs,
             list(map(self._size, stacks)),
             max_bytes=_WAVE * engine.wave_elements,
@@ -507,117 +445,50 @@ class SpotCheck:
                 found.append((row, places, [(shard, view) for _, shard, view in part]))
         return found
 
-    @torch.no_grad()
-    def settle(self, step: int, groups: Sequence[ParamGroup], state: State) -> list[Finding]:
-        """Find the right updates where fingerprints differ, and use them; collective."""
+    def findings(self, step: int) -> list[str]:
+        """Return a sentence for each matrix whose fingerprints differ; collective."""
         if not self._drawn:
             return []
-        values = self._gathered(self._of_momenta, self._seen)
-        differ = (values != values[:1]).any(0).any(0)
-        wrong = [n for n, is_wrong in zip(self._drawn, differ.tolist(), strict=True) if is_wrong]
-        if not wrong:
-            return []
-        before = {n: values[..., self._drawn.index(n)].tolist() for n in wrong}
-        # whole stacks, because other ones may round otherwise
-        again = [n for n, s in enumerate(self._stacks) if not set(wrong).isdisjoint(s.matrices)]
-        if self._replicas is None:
-            return self._ask_others(step, again, before)
-        return self._ask_replicas(step, again, before, groups, state)
+        found = []
+        for number, its in zip(self._drawn, self._gathered(), strict=True):
+            if len(set(its)) > 1:
+                matrix, shard = (
+                    self._matrices[number],
+                    self.rule.shards[self._matrices[number].shard],
+                )
+                name = matrix.name.replace(shard.name, shard.global_name or shard.name, 1)
+                found.append(f"spot check: step {step}, {name}: {self._what_differs(number, its)}")
+        return found
 
-    def _ask_others(
-        self, step: int, stacks: list[int], before: Mapping[int, list[list[int]]]
-    ) -> list[Finding]:
-        pairs = [self._stacks[n].ranks for n in stacks]
-        planned = self._plan(stacks, [tuple(self._alike(pair)[:1]) or pair for pair in pairs])
-        seen, updates = self._compute(planned)
-        values = self._gathered(self._of_momenta, seen)
-        pair_of = {n: self._stacks[s].ranks for s in stacks for n in self._stacks[s].matrices}
-        findings = []
-        for number, its in before.items():
-            now = {value for (value,) in values[..., planned.numbers.index(number)].tolist()}
-            first = [value for (value,) in its]
-            decided = len(now) == 1 and not now.isdisjoint(first[:2])
-            pair = pair_of[number]
-            odd = [rank for rank, value in zip(pair, first, strict=False) if {value} != now]
-            if decided:
-                self._copy([number], updates, self._updates)
-            findings.append(
-                self._finding(step, number, odd[0] if decided and odd else None, decided)
-            )
-        return findings
+    def _what_differs(self, number: int, its: list[tuple[int, ...]]) -> str:
+        if self._replicas is not None:
+            (usual, votes), *_ = Counter(its).most_common()
+            odd = [rank for rank, values in enumerate(its) if values != usual]
+            if 2 * votes > len(its):
+                return f"{self._named(odd)} has other updates or momenta than most ranks"
+            return f"{self._named(range(len(its)))} have different updates or momenta"
+        if its[0] != its[1]:
+            pair = next(stack.ranks for stack in self._stacks if number in stack.matrices)
+            return f"{self._named(pair)} computed different updates"
+        return "an update was changed on its way to the ranks that store it"
 
-    def _ask_replicas(
-        self,
-        step: int,
-        stacks: list[int],
-        before: Mapping[int, list[list[int]]],
-        groups: Sequence[ParamGroup],
-        state: State,
-    ) -> list[Finding]:
-        assert self._replicas is not None
-        # a transient error is gone when all compute again
-        planned = self._plan(stacks, [self._stacks[n].ranks for n in stacks])
-        seen, updates = self._compute(planned)
-        mine = [self._drawn.index(number) for number in planned.numbers]
-        values = self._gathered(self._of_momenta[mine], seen)
-        stepped = {number: param for _, param, number in self.rule.numbered(groups)}
-        findings = []
-        for number, its_before in before.items():
-            at = planned.numbers.index(number)
-            first, now = (tuple(map(tuple, its)) for its in (its_before, values[..., at].tolist()))
-            agreed, votes = Counter(now).most_common(1)[0]
-            odd = [rank for rank, its in enumerate(first) if its != agreed]
-            known = 2 * votes > len(now)
-            # with another gradient, the norm and so all other updates differ, too
-            decided = known and all(its[0] == agreed[0] for its in first)
-            if known:
-                source = dist.get_global_rank(self._replicas, now.index(agreed))
-                shard = self._matrices[number].shard
-                if decided and shard in updates:
-                    dist.broadcast(updates[shard], source, group=self._replicas)
-                    self._copy([number], updates, self._updates)
-                elif shard in stepped:
-                    self._restore(stepped[shard], state, source)
-            findings.append(self._finding(step, number, odd[0] if known and odd else None, decided))
-        return findings
-
-    def _restore(self, param: Tensor, state: State, source: int) -> None:
-        """Copy a parameter's state from a replica that has the right one."""
-        for _, value in sorted(state[param].items()):
-            if isinstance(value, Tensor) and value.dim():
-                dist.broadcast(value, source, group=self._replicas)
-
-    def _finding(self, step: int, number: int, rank: int | None, decided: bool) -> Finding:
-        matrix, shard = self._matrices[number], self.rule.shards[self._matrices[number].shard]
-        name = matrix.name.replace(shard.name, shard.global_name or shard.name, 1)
-        if rank is None:
-            return Finding(name, step, None, "", decided)
+    def _named(self, ranks: Iterable[int]) -> str:
         voters = self._voters
         assert voters is not None
-        return Finding(
-            name, step, dist.get_global_rank(voters, rank), self._hosts[rank][0], decided
+        return " and ".join(
+            f"rank {dist.get_global_rank(voters, rank)} ({self._hosts[rank][0]})" for rank in ranks
         )
 
 
 class SpotChecks:
-    """Checks all update rules of an optimizer, and acts on what they find.
+    """Checks all update rules of an optimizer, and stops all ranks if updates differ.
 
     Args:
         parts: Each update rule, what provides its groups and state, and its replicas, if any.
         fraction: Share of matrices that are checked in a step.
-        action: What to do if fingerprints differ.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[UpdateRule, SourceT, dist.ProcessGroup | None]],
-        fraction: float,
-        action: CheckActionT,
-    ) -> None:
-        self._action = action
-        self._rules = [rule for rule, *_ in parts]
-        # for updates and momenta of the last step, 1 if they were right, else 0
-        self._unread: tuple[HostCopy, int] | None = None
+    def __init__(self, parts: Sequence[PartT], fraction: float) -> None:
         self._checks: list[tuple[SpotCheck, SourceT]] = []
         unchecked = []
         served = []
@@ -642,53 +513,33 @@ class SpotChecks:
         for line in gather_unique(unchecked):
             inform(logger, f"muon_check_fraction={fraction} does not check all: {line}")
 
-    @classmethod
-    def of(
-        cls,
-        settings: RunSettings,
-        parts: Iterable[tuple[UpdateRule, SourceT, dist.ProcessGroup | None]],
-    ) -> "SpotChecks | None":
-        """Return the checks that the settings ask for; None if they ask for none."""
-        fraction, action = settings.config.muon_check_fraction, settings.config.muon_check_action
-        return cls(list(parts), fraction, action) if fraction else None
+    def due(self, step: int) -> AbstractContextManager[None] | None:
+        """Return what checks a step, which then runs in its block; None if none is checked."""
+        turn = self._turn(step)
+        return None if turn is None else self._checked(step, turn)
 
-    def passes(self, step: int, *, late: bool = False) -> bool:
-        """Check some matrices; return whether to step; collective over all ranks.
-
-        With ``late``, the host does not wait: the step is launched in any case, writes nothing
-        that could be wrong, and :meth:`read_late` acts before the next one.
+    @contextmanager
+    def _checked(self, step: int, turn: int) -> Iterator[None]:
+        """Check some matrices before a block, which uses their updates; collective over all ranks.
 
         Raises:
-            SpotCheckError: On all ranks, if an update is wrong and the action is "stop".
+            SpotCheckError: On all ranks, if updates differ; nothing has changed.
         """
-        turn = self._turn(step)
-        if turn is None:
-            self.forget()
-            return True
-        found = []
-        for check, source in self._checks:
-            with source() as (groups, state):
-                found += check.run(turn, groups, state)
-        if found:
-            sums = torch.stack(found).sum(0)
-        else:
-            sums = torch.zeros(2, dtype=torch.int64, device=device_of_collectives())
-        if dist.is_initialized():
-            dist.all_reduce(sums)
-        if not late:
-            return not sums.any() or self._settle(step)
-        right = sums == 0
-        # what is wrong with updates can be mended later; another momentum has changed the norm
-        holds = self._action == "continue"
-        passed = torch.where(right[1] if holds else right.all(), 1.0, torch.nan)
-        for rule in self._rules:
-            kept = rule.coefficient
-            rule.coefficient = passed if kept is None else kept * passed
-        if holds:
+        try:
+            total = torch.zeros((), dtype=torch.int64, device=device_of_collectives())
+            for check, source in self._checks:
+                with source() as (groups, state):
+                    total += check.run(turn, groups, state)
+            if dist.is_initialized():
+                dist.all_reduce(total)
+            if total.item() != 0:
+                found = [text for check, _ in self._checks for text in check.findings(step)]
+                text = "; ".join(gather_unique(found))
+                raise SpotCheckError(f"{text}. No weight or optimizer state has changed")
+            yield
+        finally:
             for check, _ in self._checks:
-                check.hold(torch.where(right.all(), 1.0, torch.nan))
-        self._unread = HostCopy(right.float()), step
-        return True
+                check.forget()
 
     @property
     def steps(self) -> list[int]:
@@ -699,45 +550,6 @@ class SpotChecks:
         """Return whose turn it is; None if no matrix is checked in a step."""
         before, now = ((phase * self._turns) // self.cycle for phase in (step, step + 1))
         return before % self._turns if now != before else None
-
-    def read_late(self) -> bool:
-        """Act on the check of a step that did not wait for it; return whether it was done.
-
-        Raises:
-            SpotCheckError: On all ranks, as in :meth:`passes`.
-        """
-        unread, self._unread = self._unread, None
-        if unread is None:
-            return True
-        updates, momenta = unread[0].read()
-        if updates and momenta:
-            return True
-        if self._settle(unread[1]):
-            for check, _ in self._checks:
-                check.rule.apply_held()
-        return self._action == "continue" and bool(momenta)
-
-    def forget(self) -> None:
-        """Drop what was computed for the last step, and whether it was right."""
-        self._unread = None
-        for check, _ in self._checks:
-            check.forget()
-
-    def _settle(self, step: int) -> bool:
-        findings: list[Finding] = []
-        for check, source in self._checks:
-            with source() as (groups, state):
-                findings += check.settle(step, groups, state)
-        findings = gather_unique(findings)
-        goes_on = self._action == "continue" and all(finding.decided for finding in findings)
-        for finding in findings if is_rank_0() else ():
-            logger.warning("%s", finding)
-        if not goes_on:
-            self.forget()
-        if self._action == "stop":
-            text = "; ".join(map(str, findings))
-            raise SpotCheckError(f"{text}. No weight or optimizer state has changed")
-        return goes_on
 
 
 def _total(fingerprints: Tensor, planned: _Planned) -> Tensor:
