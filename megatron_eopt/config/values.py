@@ -168,7 +168,7 @@ _WORDS = {
 def _words_of_sequence(kind: Any) -> tuple[str, str]:
     items = get_args(kind)
     many = "any number of" if items[-1:] == (...,) else str(len(items))
-    what = _WORDS.get(items[0], ("values", ""))[0].removeprefix("a ").removeprefix("an ")
+    what = _WORDS.get(items[0], ("value", ""))[0].removeprefix("a ").removeprefix("an ")
     return f"a sequence of {many} {what}s", f"Give a tuple of {many} {what}s"
 
 
