@@ -18,7 +18,7 @@ from megatron_eopt.math import (
     resolve_coefficients,
     sound_precision,
 )
-from megatron_eopt.math.algorithm import AlgorithmT, Plan
+from megatron_eopt.math.algorithm import AlgorithmT, IterationPlan
 from megatron_eopt.math.coefficients import Triple, coefficient_names, largest
 from megatron_eopt.math.newton_schulz import (
     FLOAT16_NORM,
@@ -152,7 +152,7 @@ def in_form(x: Tensor, schedule: tuple[Triple, ...], form: str) -> Tensor:
     if algorithm == "standard":
         return iterate_standard(x, schedule)
     restarts = tuple(range(2, len(schedule), 2))
-    return iterate_gram(x, schedule, Plan("gram", restarts, dtype)).float() / scale
+    return iterate_gram(x, schedule, IterationPlan("gram", restarts, dtype)).float() / scale
 
 
 def rows_of_bounds() -> Iterator[str]:

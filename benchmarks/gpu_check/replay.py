@@ -28,7 +28,7 @@ from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.tools.dry_run import Report, dry_world, report_of
 from megatron_eopt.tools.dry_run.counting import current_phase
 from megatron_eopt.tools.plan.architectures import Architecture
-from megatron_eopt.tools.plan.model import Layout, build_stage
+from megatron_eopt.tools.plan.model import ParallelLayout, build_stage
 from megatron_eopt.tools.plan.planning import adams
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 
@@ -122,7 +122,7 @@ def scaled(architecture: Architecture, scale: Fraction) -> Architecture:
 
 def replay(
     architecture: Architecture,
-    layout: Layout,
+    layout: ParallelLayout,
     config: EmergingOptimizerConfig,
     rank: int,
     tell: Callable[[str], None] = lambda _: None,
@@ -156,7 +156,7 @@ def replay(
 
 def replay_others(
     architecture: Architecture,
-    layout: Layout,
+    layout: ParallelLayout,
     config: EmergingOptimizerConfig,
     rank: int,
     tell: Callable[[str], None] = lambda _: None,
@@ -203,7 +203,7 @@ def replay_others(
 
 def _run[T](
     rank: int,
-    layout: Layout,
+    layout: ParallelLayout,
     build: Callable[[], tuple[Any, Any]],
     look: Callable[[Any, Any], T],
 ) -> tuple[T, Run]:

@@ -22,7 +22,7 @@ from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.math.algorithm import standard_flops
 from megatron_eopt.tools.plan.architectures import Architecture
-from megatron_eopt.tools.plan.model import Layout, build_stage
+from megatron_eopt.tools.plan.model import ParallelLayout, build_stage
 
 REFUSALS = (AssertionError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What megatron-core raises for settings and layouts that it does not support."""
@@ -65,7 +65,7 @@ def settings_of(config: EmergingOptimizerConfig) -> tuple[OptimizerConfig, list[
 
 
 def stock_muon(
-    architecture: Architecture, layout: Layout, config: OptimizerConfig
+    architecture: Architecture, layout: ParallelLayout, config: OptimizerConfig
 ) -> tuple[Any, Any]:
     """Build this rank's model chunk and megatron-core's optimizer.
 
@@ -76,7 +76,7 @@ def stock_muon(
     return model, megatron_optimizer.get_megatron_optimizer(config, [model])
 
 
-def share_of(optimizer: Any, model: Any, layout: Layout) -> Share:
+def share_of(optimizer: Any, model: Any, layout: ParallelLayout) -> Share:
     """Return what a layer-wise optimizer computes on this rank, and how uneven ranks are."""
     links = getattr(optimizer, "chained_optimizers", [])
     link = next((o for o in links if isinstance(o, LayerWiseDistributedOptimizer)), optimizer)

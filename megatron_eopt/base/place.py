@@ -15,14 +15,14 @@ from megatron_eopt.base.upstream import require_upstream
 _EXPERT_SIZE = "get_expert_gtp_weight_remat_world_size"
 
 
-class Place(NamedTuple):
+class DeclaredBox(NamedTuple):
     """A box of a whole parameter; ``param.eopt_place = (offset, shape)``."""
 
     offset: tuple[int, ...]  # index of its first element in the whole parameter
     shape: tuple[int, ...]  # of the whole parameter
 
 
-def place_of(param: Tensor, name: str = "parameter") -> Place | None:
+def place_of(param: Tensor, name: str = "parameter") -> DeclaredBox | None:
     """Return the declared place of a parameter, or None.
 
     Raises:
@@ -32,7 +32,7 @@ def place_of(param: Tensor, name: str = "parameter") -> Place | None:
     if declared is None:
         return None
     try:
-        place = Place(*(tuple(map(int, part)) for part in declared))
+        place = DeclaredBox(*(tuple(map(int, part)) for part in declared))
         ends = zip(place.offset, param.shape, place.shape, strict=True)
         fits = all(0 <= first <= first + size <= whole for first, size, whole in ends)
     except (TypeError, ValueError):

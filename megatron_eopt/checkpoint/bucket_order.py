@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.place import row_cut
 from megatron_eopt.checkpoint.buckets import in_bucket
-from megatron_eopt.checkpoint.parameter_space import ParameterSpace, Section, parameter_spaces
+from megatron_eopt.checkpoint.parameter_space import ParameterSpace, SavedSection, parameter_spaces
 from megatron_eopt.checkpoint.sources import Source
 from megatron_eopt.layouts.boxes import Box
 from megatron_eopt.routing.parameters import cut_dimension
@@ -44,7 +44,7 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     dim: int  # that tensor parallelism cuts, or -1
-    sections: tuple[Section, ...]  # one after another in ``dim``
+    sections: tuple[SavedSection, ...]  # one after another in ``dim``
 
     def shape_at(self, tp: int) -> tuple[int, ...] | None:
         """Return the shape on a rank; None if tensor parallelism cannot cut it evenly."""
@@ -73,15 +73,15 @@ class Entry:
 
 
 type Chunk = tuple[Entry, ...]
-type Stage = tuple[Chunk, ...]
+type StageChunks = tuple[Chunk, ...]
 
 
 @dataclass(frozen=True)
 class Order:
     """The parameters of this rank's chunks, in order: those that experts have apart, and others."""
 
-    dense: Stage
-    experts: Stage
+    dense: StageChunks
+    experts: StageChunks
 
 
 def order_of(model_chunks: Sequence[Any], model_state: Mapping[str, Any]) -> Order:
@@ -94,7 +94,7 @@ def order_of(model_chunks: Sequence[Any], model_state: Mapping[str, Any]) -> Ord
         return Order((), ())
     spaces = parameter_spaces(model_state, dict.fromkeys(itertools.chain(*chunks)))
 
-    def those(*, dense: bool) -> Stage:
+    def those(*, dense: bool) -> StageChunks:
         mine = ([p for p in chunk if getattr(p, "allreduce", True) == dense] for chunk in chunks)
         return tuple(tuple(_entry(spaces[p], p) for p in chunk) for chunk in mine)
 
@@ -145,7 +145,7 @@ def boxes_by_order(
     return {} if written else {name: [*its.values()] for name, its in boxes.items()}
 
 
-def _unnamed(stage: Stage, named: set[str]) -> Stage:
+def _unnamed(stage: StageChunks, named: set[str]) -> StageChunks:
     def is_named(entry: Entry) -> bool:
         return bool(named & {entry.name, *(section.key for section in entry.sections)})
 
@@ -187,7 +187,7 @@ def _buckets_in(shapes: Mapping[str, tuple[int, ...] | None]) -> dict[str, _Writ
     return written
 
 
-def _fit(written: _Written, stages: Sequence[Stage]) -> list[tuple[str, Source]] | None:
+def _fit(written: _Written, stages: Sequence[StageChunks]) -> list[tuple[str, Source]] | None:
     """Return the boxes of parameters for the first layout that fills all buckets, or None."""
     for candidate in _candidates(len(written), len(next(iter(written.values()))), stages):
         tp, rest = divmod(len(written), len(candidate))
@@ -202,12 +202,14 @@ def _fit(written: _Written, stages: Sequence[Stage]) -> list[tuple[str, Source]]
     return None
 
 
-def _candidates(ranks: int, buffers: int, stages: Sequence[Stage]) -> Iterator[Sequence[Stage]]:
+def _candidates(
+    ranks: int, buffers: int, stages: Sequence[StageChunks]
+) -> Iterator[Sequence[StageChunks]]:
     """Yield pipelines: this run's, then those whose stages have equally many layers."""
     yield stages
     # interleaved stages have several chunks, in turn
     chunks = sorted((chunk for stage in stages for chunk in stage), key=lambda c: _place_of([c]))
-    once: dict[Section, Entry] = {}  # tied weights at their first place
+    once: dict[SavedSection, Entry] = {}  # tied weights at their first place
     for entry in itertools.chain(*chunks):
         once.setdefault(entry.sections[0], entry)
     in_order = [*once.values()]
@@ -238,7 +240,7 @@ def _split(entries: Sequence[Entry], chunks: int, layers: int) -> list[Chunk]:
 
 
 def _in_buffers(
-    written: Mapping[int, tuple[str, list[tuple[str, int]]]], stage: Stage, tp: int, rank: int
+    written: Mapping[int, tuple[str, list[tuple[str, int]]]], stage: StageChunks, tp: int, rank: int
 ) -> list[tuple[str, Source]] | None:
     """Return the boxes of a rank's parameters, if they fill its buckets exactly."""
     mine = []

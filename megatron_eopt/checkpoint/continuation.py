@@ -13,7 +13,7 @@ Note [Meaning of state]
     * in all other cases state is missing, which is an error unless the user names it.
 
 Note [Outcomes]
-    :meth:`Report.decide` decides for every format, so one state has one outcome everywhere:
+    :meth:`LoadReport.decide` decides for every format, so one state has one outcome everywhere:
 
     ==========================================  ================================================
     a checkpoint has, of a key                  outcome
@@ -229,7 +229,7 @@ class Wanted:
     spare: frozenset[str] = frozenset()  # keys that a checkpoint may lack
 
 
-class Report:
+class LoadReport:
     """Decides about parameters, and collects notes for the log, or one error; Note [Outcomes]."""
 
     def __init__(self, policy: Policy) -> None:

@@ -21,10 +21,10 @@ from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.checkpoint.catalogue import Catalogue, Saved
 from megatron_eopt.checkpoint.continuation import (
     Continuation,
+    LoadReport,
     Note,
     Policy,
     Reader,
-    Report,
     Wanted,
     log_notes,
 )
@@ -150,7 +150,7 @@ def match(
     Raises:
         ConfigurationError: If state is missing, does not fit, or cannot start fresh.
     """
-    report = Report(policy)
+    report = LoadReport(policy)
     decided = {}
     for name, (reader, spare) in readers.items():
         # a weight that is saved in two parts has one group, and its state one origin

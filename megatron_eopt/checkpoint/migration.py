@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint.contents import Contents
-from megatron_eopt.checkpoint.continuation import Note, Policy, Report, SavedState, Wanted
+from megatron_eopt.checkpoint.continuation import LoadReport, Note, Policy, SavedState, Wanted
 from megatron_eopt.checkpoint.saved_state import StateValue
 
 
@@ -18,7 +18,7 @@ def chosen(
     Raises:
         ConfigurationError: If state is missing, or should start fresh after a step.
     """
-    report, there = Report(policy), contents.catalogue
+    report, there = LoadReport(policy), contents.catalogue
     found: dict[int, StateValue] = {}
     in_other_buckets = False
     # state of one parameter continues or starts fresh together, see Note [Meaning of state]
@@ -38,7 +38,7 @@ def chosen(
 
 
 def _of_parameter(
-    values: Mapping[int, StateValue], saved: SavedState, contents: Contents, report: Report
+    values: Mapping[int, StateValue], saved: SavedState, contents: Contents, report: LoadReport
 ) -> dict[int, StateValue]:
     where = next(iter(values.values())).where
     chosen: dict[int, StateValue] = {}

@@ -34,7 +34,7 @@ type StoredBox = tuple[ShardedTensor, tuple[int, ...], tuple[int, ...], int, tup
 flat local values."""
 
 
-class Section(NamedTuple):
+class SavedSection(NamedTuple):
     """A box of an unsharded parameter, of which each tensor-parallel rank has an equal part."""
 
     key: str  # the model's
@@ -133,7 +133,7 @@ class ParameterSpace:
                 offset = tuple(map(operator.add, piece.global_offset, part))
                 yield piece, shape, offset, math.sumprod(part, strides) - before, strides
 
-    def sections(self, param: Tensor) -> list[Section]:
+    def sections(self, param: Tensor) -> list[SavedSection]:
         """Return the boxes that the parameter consists of without tensor parallelism."""
         boxes, dim = list(self.boxes(0, param.numel())), cut_dimension(param)
         sections = []
@@ -147,7 +147,7 @@ class ParameterSpace:
                 place[at] = begin.get(piece.key, 0)
                 begin[piece.key] = place[at] + whole[at]
             shape = tuple(piece.global_shape)
-            sections.append(Section(piece.key, tuple(whole), tuple(place), shape))
+            sections.append(SavedSection(piece.key, tuple(whole), tuple(place), shape))
         return sections
 
     def matrices(self, param: Tensor, split: Split) -> Iterator[MatrixPart]:

@@ -18,9 +18,9 @@ from megatron_eopt.base.names import MOMENTUM_SCALE, STEP
 from megatron_eopt.base.nested_state import leaves, put
 from megatron_eopt.checkpoint.continuation import (
     Continuation,
+    LoadReport,
     Policy,
     Reader,
-    Report,
     SavedState,
     Wanted,
     log_notes,
@@ -231,7 +231,7 @@ class StateDictMatch:
             ConfigurationError: If state is missing, has another shape, or cannot start fresh.
         """
         found: dict[Tensor, Loaded] = {}
-        report = Report(policy)
+        report = LoadReport(policy)
         for target in self._targets:
             wanted = target.wanted
             number = self.number_of(wanted.name)

@@ -11,13 +11,13 @@ from megatron_eopt.layouts import copy_checks as _copy_checks  # noqa: F401  reg
 from megatron_eopt.layouts.assignment import assign_owners, plan_waves
 from megatron_eopt.layouts.dtensor import block_layout, dtensor_layout
 from megatron_eopt.layouts.layout import Layout
-from megatron_eopt.layouts.plan import Matrix, Plan, build_plan
+from megatron_eopt.layouts.plan import ExchangePlan, Matrix, build_plan
 from megatron_eopt.layouts.redistribution import Redistribution, WaveBatch
 
 __all__ = [
+    "ExchangePlan",
     "Layout",
     "Matrix",
-    "Plan",
     "Redistribution",
     "WaveBatch",
     "assign_owners",

@@ -57,7 +57,7 @@ class WavePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ExchangePlan:
     """A redistribution on one rank of a group."""
 
     rank: int
@@ -94,7 +94,7 @@ def build_plan(
     rank: int,
     world_size: int,
     element_size: int = 4,
-) -> Plan:
+) -> ExchangePlan:
     """Compute the plan of one rank; a pure function that every rank calls with the same lists.
 
     Only copies of ``rank`` are computed. ``element_size`` is the number of bytes per element sent.
@@ -126,7 +126,7 @@ def build_plan(
     # from the matrices of all ranks, not only this one's, so that ranks load a tensor in the same
     # wave and `load` may communicate
     fresh = first_uses([matrices[i].stored_in for i in wave] for wave in waves)
-    return Plan(
+    return ExchangePlan(
         rank=rank,
         element_size=element_size,
         tensors={name: (i, int(needed[i])) for name, i in index.items() if needed[i]},
@@ -232,7 +232,7 @@ def _make_batches(
     return tuple(batches), places, offset
 
 
-def places_of(plan: Plan) -> dict[str, tuple[int, int, int]]:
+def places_of(plan: ExchangePlan) -> dict[str, tuple[int, int, int]]:
     """Return the tensors that are copied unchanged to one run of a wave's stack and back.
 
     Values are the wave, the first element in its stack, and the number of elements.

@@ -96,7 +96,7 @@ type LoadT = Callable[[int, Sequence[str]], Mapping[str, Tensor]]
 """Returns storage tensors by name: contiguous shards or fragments of any shape. Every rank calls it
 for each wave in turn, with the names of tensors that no earlier wave needs on any rank."""
 
-type ComputeT = Callable[[WaveBatch], None]
+type ComputeWaveT = Callable[[WaveBatch], None]
 """Computes a batch in place; collectives are allowed only if all ranks get the same batches."""
 
 type StoreT = Callable[[Mapping[str, Tensor]], None]
@@ -181,7 +181,7 @@ class Redistribution:
         return self._stack(wave).narrow(0, start, size)
 
     def run(
-        self, load: LoadT, compute: ComputeT, store: StoreT, side: gpu.SideStream | None = None
+        self, load: LoadT, compute: ComputeWaveT, store: StoreT, side: gpu.SideStream | None = None
     ) -> None:
         """Run all waves, and load tensors when they are needed; collective over the group.
 

@@ -6,7 +6,7 @@
 from megatron_eopt.math import kernel_checks as _kernel_checks  # noqa: F401  registers cases
 from megatron_eopt.math.algorithm import (
     AlgorithmT,
-    Plan,
+    IterationPlan,
     PrecisionT,
     choose_algorithm,
     sound_precision,
@@ -24,8 +24,8 @@ from megatron_eopt.math.orthogonalize import (
 __all__ = [
     "AlgorithmT",
     "Backend",
+    "IterationPlan",
     "Orthogonalization",
-    "Plan",
     "PrecisionT",
     "ScaleModeT",
     "backend_names",

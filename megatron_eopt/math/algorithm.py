@@ -67,7 +67,7 @@ passes and small products; a GPU computes half of most 16-bit products, of which
 
 
 @dataclass(frozen=True)
-class Plan:
+class IterationPlan:
     """How matrices of one shape are orthogonalized."""
 
     algorithm: Literal["standard", "gram"]
@@ -79,7 +79,7 @@ class Plan:
         """Return the number of products of the whole matrix with a small one in ``steps`` steps."""
         return len(self.restarts) + 1 if self.algorithm == "gram" else steps
 
-    def stable(self, short_side: int) -> "Plan":
+    def stable(self, short_side: int) -> "IterationPlan":
         """Return the plan with float32 operands if it has 16-bit Gram products of a small matrix.
 
         Below the measured sizes, 16-bit rounding made eigenvalues negative, which led to nan.
@@ -125,7 +125,7 @@ def choose_algorithm(
     precision: PrecisionT,
     schedule: tuple[Triple, ...],
     algorithm: AlgorithmT = "auto",
-) -> Plan:
+) -> IterationPlan:
     """Choose the algorithm, restarts and operand dtype for matrices of one shape and input dtype.
 
     ``algorithm="standard"`` and ``"gram"`` are honoured even where they are slower or less
@@ -140,14 +140,14 @@ def choose_algorithm(
     coarse = precision != "highest"
     width: Literal["float32", "16-bit"] = "16-bit" if coarse else "float32"
     restarts = _studied(width).get(schedule)
-    standard = Plan("standard", (), operand)
+    standard = IterationPlan("standard", (), operand)
     # see Note [Float16 range] of newton_schulz.py; bfloat16 has too few bits for Gram matrices
     operand = torch.float16 if operand == torch.bfloat16 else operand
     if algorithm == "standard":
         return standard
     if algorithm == "gram":
         # a schedule that was not measured restarts at every other step
-        return Plan("gram", restarts or tuple(range(2, len(schedule), 2)), operand)
+        return IterationPlan("gram", restarts or tuple(range(2, len(schedule), 2)), operand)
     # the float64 reference stays textbook; with TF32 the Gram iteration is less accurate
     textbook = operand == torch.float64 or precision == "high"
     if restarts is None or textbook or (coarse and min(shape) < _SMALLEST_16_BIT):
@@ -155,4 +155,4 @@ def choose_algorithm(
     # of FLOPs, not of time, so that all machines, and a dry run, decide alike
     cost = gram_flops(*shape, len(schedule), len(restarts))
     worthwhile = cost <= _WORTHWHILE[width] * standard_flops(*shape, len(schedule))
-    return Plan("gram", restarts, operand) if worthwhile else standard
+    return IterationPlan("gram", restarts, operand) if worthwhile else standard

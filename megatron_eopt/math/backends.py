@@ -23,7 +23,7 @@ from megatron_eopt.base.agreement import is_rank_0
 from megatron_eopt.base.errors import ConfigurationError, check_choice
 from megatron_eopt.base.kernels import SWITCH, Family, is_on
 from megatron_eopt.base.upstream import find_upstream, require_upstream
-from megatron_eopt.math.algorithm import AlgorithmT, Plan
+from megatron_eopt.math.algorithm import AlgorithmT, IterationPlan
 from megatron_eopt.math.coefficients import Triple
 from megatron_eopt.math.newton_schulz import normalize
 from megatron_eopt.math.precision import matmul_precision
@@ -44,7 +44,7 @@ def _missing() -> list[str]:
     return [name for name in PACKAGES if find_spec(name) is None]
 
 
-type ComputeT = Callable[[Tensor, tuple[Triple, ...], Plan, float], Tensor]
+type ComputeT = Callable[[Tensor, tuple[Triple, ...], IterationPlan, float], Tensor]
 """Orthogonalizes whole matrices, called as ``(wide, schedule, plan, eps)``.
 
 ``wide`` is ``(m, n)`` or ``(batch, m, n)`` with ``m <= n`` and any strides; it is not normalised
@@ -85,7 +85,9 @@ def _emerging_optimizers() -> Backend:
     In 16 bits, any other order of rounding drifts away from it within a few training steps.
     """
 
-    def compute(wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
+    def compute(
+        wide: Tensor, schedule: tuple[Triple, ...], plan: IterationPlan, eps: float
+    ) -> Tensor:
         iterate = partial(
             require_upstream("newton_schulz"),
             steps=len(schedule),
@@ -110,7 +112,9 @@ def _syrk() -> Backend:
     _require("syrk", "triton >= 3.4", "'triton>=3.4'", bool(find_upstream("HAS_TRITON_340")))
     step = require_upstream("newton_schulz_step_tsyrk")
 
-    def compute(wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
+    def compute(
+        wide: Tensor, schedule: tuple[Triple, ...], plan: IterationPlan, eps: float
+    ) -> Tensor:
         def iterate(x: Tensor) -> Tensor:
             for a, b, c in schedule:
                 x = step(x, a, b, c)
@@ -127,7 +131,7 @@ def _gram_newton_schulz() -> Backend:
     _require("gram_newton_schulz", "gram_newton_schulz", "gram-newton-schulz", present)
 
     @cache
-    def solver(schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Any:
+    def solver(schedule: tuple[Triple, ...], plan: IterationPlan, eps: float) -> Any:
         return import_module("gram_newton_schulz").GramNewtonSchulz(
             ns_epsilon=eps,
             ns_coefficients=[list(triple) for triple in schedule],
@@ -138,7 +142,9 @@ def _gram_newton_schulz() -> Backend:
             compile_kwargs={"fullgraph": True},
         )
 
-    def compute(wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
+    def compute(
+        wide: Tensor, schedule: tuple[Triple, ...], plan: IterationPlan, eps: float
+    ) -> Tensor:
         # release 0.1.5 divides float32 matrices in place
         own = wide.clone(memory_format=torch.contiguous_format)
         with GRAM_NEWTON_SCHULZ.launching(own):
@@ -175,7 +181,9 @@ def transformer_engine(group: dist.ProcessGroup | None = None) -> Backend:
         hint = "Build it with NVTE_WITH_CUSOLVERMP=1, or use backend='torch'"
         raise ConfigurationError("backend", name, rule, hint) from error
 
-    def compute(wide: Tensor, schedule: tuple[Triple, ...], plan: Plan, eps: float) -> Tensor:
+    def compute(
+        wide: Tensor, schedule: tuple[Triple, ...], plan: IterationPlan, eps: float
+    ) -> Tensor:
         x = normalize(wide, eps, plan.dtype)
         for one in [x] if x.ndim == 2 else x.unbind(0):
             # works in place, so `x` is the result

@@ -59,14 +59,14 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.math import norms, products
-from megatron_eopt.math.algorithm import Plan
+from megatron_eopt.math.algorithm import IterationPlan
 from megatron_eopt.math.coefficients import Triple
 
 ReduceT = Callable[[Tensor], Tensor]
 """Sums a contiguous tensor over the ranks that share a matrix; may work in place."""
 
 
-class Team(Protocol):
+class TeamSum(Protocol):
     """Sums a tensor over ranks that also divide the rows of small matrices; see Note [Teams]."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ def rescaled(triples: Sequence[Triple], scale: float) -> tuple[tuple[Triple, ...
     return tuple(found), scale
 
 
-def accumulate(a: Tensor, triples: Sequence[Triple], team: Team | None = None) -> Tensor:
+def accumulate(a: Tensor, triples: Sequence[Triple], team: TeamSum | None = None) -> Tensor:
     """Return the product ``Q`` of the factors of several steps; ``a`` is the Gram matrix of ``X``.
 
     ``k`` steps take ``(8 k - 6) m^3`` FLOPs: the first needs no product with ``Q``, the last no new
@@ -331,11 +331,11 @@ def _accumulate_halves(a: Tensor, triples: Sequence[Triple], *, is_first: bool) 
     return q
 
 
-def _gathered(rows: Tensor, team: Team | None) -> Tensor:
+def _gathered(rows: Tensor, team: TeamSum | None) -> Tensor:
     return rows if team is None else team.gather(rows)
 
 
-def _rows_of(whole: Tensor, team: Team | None) -> Tensor:
+def _rows_of(whole: Tensor, team: TeamSum | None) -> Tensor:
     if team is None:
         return whole
     start, stop = team.rows(whole.shape[-1])
@@ -345,7 +345,7 @@ def _rows_of(whole: Tensor, team: Team | None) -> Tensor:
 def iterate_gram(
     x: Tensor,
     triples: Sequence[Triple],
-    plan: Plan,
+    plan: IterationPlan,
     reduce: ReduceT | None = None,
     *,
     tall: bool = False,
@@ -374,6 +374,6 @@ def iterate_gram(
     return x
 
 
-def _team(reduce: ReduceT | None) -> Team | None:
+def _team(reduce: ReduceT | None) -> TeamSum | None:
     # by attribute, since `reduce` may be any function that sums
-    return cast(Team, reduce) if hasattr(reduce, "gather") else None
+    return cast(TeamSum, reduce) if hasattr(reduce, "gather") else None

@@ -13,7 +13,7 @@ from megatron_eopt.base.errors import ConfigurationError, check_choice, check_nu
 from megatron_eopt.math import products
 from megatron_eopt.math.algorithm import (
     AlgorithmT,
-    Plan,
+    IterationPlan,
     PrecisionT,
     choose_algorithm,
     is_studied,
@@ -231,7 +231,7 @@ class Orthogonalization:
 class _Form(NamedTuple):
     """How the iteration computes matrices of one shape."""
 
-    plan: Plan
+    plan: IterationPlan
     schedule: tuple[Triple, ...]  # scaled, so that little or nothing remains to be done
     norm: float  # Frobenius norm of the first iterate
     rest: float  # what the last iterate has to be multiplied by

@@ -24,7 +24,7 @@ from typing import Literal, cast
 import numpy as np
 
 from megatron_eopt.base.names import TpModeT
-from megatron_eopt.layouts import Layout, Plan, assign_owners, plan_waves
+from megatron_eopt.layouts import ExchangePlan, Layout, assign_owners, plan_waves
 from megatron_eopt.layouts.assignment import Float64Array
 from megatron_eopt.layouts.plan import WavePlan
 from megatron_eopt.math import standard_flops
@@ -94,7 +94,7 @@ class Schedule:
     names: Sequence[str]  # name of every matrix
     storage: Sequence[Layout]  # where each is stored
     work: Work  # where each is computed
-    plan: Plan  # what this rank sends and receives in a step
+    plan: ExchangePlan  # what this rank sends and receives in a step
     tensors: int = 1  # consecutive indices of the plan per matrix (2 for gradient and weight)
 
     def computed(self, wave: WavePlan) -> list[int]:

@@ -12,7 +12,7 @@ from megatron_eopt.base.names import NO_MUON_ATTRIBUTE, OUTPUT_ATTRIBUTE, STACK_
 from megatron_eopt.base.place import whole_shape
 from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.routing.global_names import counted_names
-from megatron_eopt.routing.places import Place, places_in
+from megatron_eopt.routing.places import HeldParameter, places_in
 from megatron_eopt.routing.plain_names import plain_names, tensor_name
 
 
@@ -118,7 +118,7 @@ def trainable_parameters(
     of_outputs = {id(param) for param in outputs}
     embeddings, routers = tables(), (require_upstream("Router"),)
     for chunk, model in enumerate(model_chunks):
-        places: dict[int, list[Place]] = {}
+        places: dict[int, list[HeldParameter]] = {}
         for place in places_in(model):
             places.setdefault(id(place.param), []).append(place)
         plain, counted = plain_names(model), counted_names(model)
@@ -170,11 +170,11 @@ def tables() -> tuple[type[torch.nn.Module], ...]:
     return (*own, require_upstream("VocabParallelEmbedding"))
 
 
-def _is_of(places: Iterable[Place], kinds: tuple[type, ...]) -> bool:
+def _is_of(places: Iterable[HeldParameter], kinds: tuple[type, ...]) -> bool:
     return any(isinstance(place.module, kinds) for place in places)
 
 
-def _why_vector(places: Sequence[Place]) -> str | None:
+def _why_vector(places: Sequence[HeldParameter]) -> str | None:
     """Return why a parameter is no layer's weight, unless one of its places says that it is."""
     if places[0].param.dim() < 2:
         return None

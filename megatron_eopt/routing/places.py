@@ -36,7 +36,7 @@ _HYPER = re.compile(r"Hyper(Connection|Head)")
 
 
 @dataclass(frozen=True)
-class Place:
+class HeldParameter:
     """A parameter of a module; a parameter that is tied has several."""
 
     param: nn.Parameter
@@ -106,7 +106,7 @@ def _is_swapped(cls: type) -> bool:
     return "." not in name and "forward" not in vars(cls) and getattr(home, name, None) is not cls
 
 
-def places_in(model: nn.Module) -> Iterator[Place]:
+def places_in(model: nn.Module) -> Iterator[HeldParameter]:
     """Yield the places of all parameters of a model, in its order."""
     modules, plain = dict(model.named_modules()), plain_paths(model)
     for path, module in modules.items():
@@ -119,10 +119,10 @@ def places_in(model: nn.Module) -> Iterator[Place]:
             name = f"{plain[path]}.{leaf}".lstrip(".")
             if tensor:
                 gain = _is_gain(param, module)
-                yield Place(param, name, plain[host], modules[host], tensor, gain)
+                yield HeldParameter(param, name, plain[host], modules[host], tensor, gain)
             else:
                 whole, gain = _replaced(module, leaf)
-                yield Place(param, name, plain[path], module, whole, gain)
+                yield HeldParameter(param, name, plain[path], module, whole, gain)
 
 
 def _host_of(path: str) -> tuple[str, str]:

@@ -29,7 +29,7 @@ from megatron_eopt.matrices import transposed as turned
 from megatron_eopt.routing.fused import GATED, fused_weight, looks_like_heads
 from megatron_eopt.routing.orientation import inputs_first
 from megatron_eopt.routing.parameters import cut_dimension
-from megatron_eopt.routing.places import Place, conv_shape, places_in
+from megatron_eopt.routing.places import HeldParameter, conv_shape, places_in
 from megatron_eopt.routing.plain_names import plain_paths
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class _Weight(NamedTuple):
     param: nn.Parameter
     owner: nn.Module
     child: str
-    place: Place
+    place: HeldParameter
 
     @property
     def linear(self) -> nn.Module:

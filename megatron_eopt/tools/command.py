@@ -26,7 +26,7 @@ from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.tools.explain import explain, show
 from megatron_eopt.tools.plan.architectures import LEFT_OUT, Architecture, add_flags, from_flags
 from megatron_eopt.tools.plan.machine import MACHINES, Machine
-from megatron_eopt.tools.plan.model import SIZES, Layout
+from megatron_eopt.tools.plan.model import SIZES, ParallelLayout
 from megatron_eopt.tools.plan.planning import Plan, plan
 from megatron_eopt.tools.plan.tables import (
     Sources,
@@ -217,7 +217,7 @@ class _Request:
     config: EmergingOptimizerConfig
     sources: Sources
 
-    def plan(self, layout: Layout, tell: Callable[[str], None]) -> Plan:
+    def plan(self, layout: ParallelLayout, tell: Callable[[str], None]) -> Plan:
         """Plan one layout."""
         tokens = self.sources.tokens
         return plan(self.architecture, layout, self.machine, self.config, tokens=tokens, tell=tell)
@@ -241,7 +241,7 @@ def _request(arguments: argparse.Namespace) -> _Request:
     return _Request(architecture, machine, config, _sources(arguments, architecture))
 
 
-def _layout(arguments: argparse.Namespace, sources: Sources) -> Layout:
+def _layout(arguments: argparse.Namespace, sources: Sources) -> ParallelLayout:
     """Return the layout of the flags, or else of the recipe, and note which."""
     given = {field: size for field in SIZES if (size := vars(arguments)[field]) is not None}
     if not given and arguments.model:
@@ -249,7 +249,7 @@ def _layout(arguments: argparse.Namespace, sources: Sources) -> Layout:
         return recipe(arguments.model).planned()
     text = "flags; sizes that are not given are 1" if given else "one GPU, without flags"
     sources.taken["layout"] = text
-    return Layout(**given)
+    return ParallelLayout(**given)
 
 
 def _plan(arguments: argparse.Namespace, console: Console) -> None:
@@ -275,7 +275,7 @@ def _sweep(arguments: argparse.Namespace, console: Console) -> None:
             if arguments.ranks % (tp * pp):
                 rule = f"must be a multiple of tp x pp, here {tp} x {pp}"
                 raise ConfigurationError("--ranks", arguments.ranks, rule, "Choose other sizes")
-            layout = Layout(tp, pp, arguments.ranks // (tp * pp), ep)
+            layout = ParallelLayout(tp, pp, arguments.ranks // (tp * pp), ep)
             found.append(request.plan(layout, lambda _: None))
         except ConfigurationError as error:
             errors[f"tp {tp}, pp {pp}, ep {ep}"] = error

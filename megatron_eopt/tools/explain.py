@@ -44,7 +44,7 @@ _SIZES = {
 
 
 @dataclass
-class Amount:
+class SavedAmount:
     """Size of the model, or of one kind of optimizer state."""
 
     dtypes: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Amount:
 
 
 @dataclass
-class Summary:
+class CheckpointSummary:
     """What a checkpoint contains, as far as its metadata says."""
 
     folder: str  # the folder that was read
@@ -77,13 +77,13 @@ class Summary:
     optimizers: list[str] = field(default_factory=list)  # names of the optimizers
     step: int = 0  # number of optimizer steps, 0 if it is not recorded
     parallelism: dict[str, int] = field(default_factory=dict)  # parallel sizes, as {"TP": 2, ...}
-    model: Amount = field(default_factory=Amount)  # the model's tensors
+    model: SavedAmount = field(default_factory=SavedAmount)  # the model's tensors
     # the optimizer's tensors by kind; ``param`` and ``fp32_param`` are main weights
-    state: dict[str, Amount] = field(default_factory=dict)
+    state: dict[str, SavedAmount] = field(default_factory=dict)
     loads: list[str] = field(default_factory=list)  # where it can be loaded, one sentence each
 
 
-def explain(path: str | Path) -> Summary:
+def explain(path: str | Path) -> CheckpointSummary:
     """Return what a checkpoint contains and where it can be loaded.
 
     Args:
@@ -96,7 +96,7 @@ def explain(path: str | Path) -> Summary:
     folder = _folder_in(Path(path))
     check(folder)
     catalogue = read_catalogue(folder)
-    contents, common = Summary(str(folder), catalogue.form), catalogue.common
+    contents, common = CheckpointSummary(str(folder), catalogue.form), catalogue.common
     _note_values(contents, catalogue)
     _note_optimizer(contents, common.get("optimizer") or {})
     args = common.get("args")
@@ -130,14 +130,14 @@ def _folder_in(path: Path) -> Path:
     return whole(path)
 
 
-def _note_optimizer(contents: Summary, state: Any) -> None:
+def _note_optimizer(contents: CheckpointSummary, state: Any) -> None:
     """Add the optimizers and step count of a saved optimizer state."""
     names = optimizers_of(saved_groups(state)) - {None}
     contents.optimizers = sorted({*contents.optimizers, *map(str, names)})
     contents.step = max(contents.step, saved_steps(state))
 
 
-def _note_values(contents: Summary, catalogue: Catalogue) -> None:
+def _note_values(contents: CheckpointSummary, catalogue: Catalogue) -> None:
     """Add a checkpoint's tensors, and where they can be loaded."""
     tensors = [value for value in catalogue.values.values() if value.shape is not None]
     for value in tensors:
@@ -145,7 +145,7 @@ def _note_values(contents: Summary, catalogue: Catalogue) -> None:
         if catalogue.form != "torch_dist":
             # the matrix's name is first
             kind = kind.rpartition("/")[2]
-        amount = contents.state.setdefault(kind, Amount()) if kind else contents.model
+        amount = contents.state.setdefault(kind, SavedAmount()) if kind else contents.model
         amount.add(value)
     if catalogue.form == "torch_dist":
         of_matrices = sorted({value.kind or "" for value in tensors if value.of_matrix})
@@ -168,7 +168,7 @@ def _where_it_loads(of_matrices: Sequence[str], slabs: int, *, by_bucket: bool) 
         yield f"but {kinds} only with the same --use-distributed-optimizer setting, {hint}"
 
 
-def show(contents: Summary, console: Console) -> None:
+def show(contents: CheckpointSummary, console: Console) -> None:
     """Print a checkpoint's contents as a table."""
     sizes = ", ".join(f"{name} {size}" for name, size in contents.parallelism.items())
     rows = {

@@ -17,7 +17,7 @@ from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.math.orthogonalize import SCALE_MODES, scale_factor
 from megatron_eopt.tools.dry_run import dry_world, schedules_of
 from megatron_eopt.tools.plan.architectures import Architecture
-from megatron_eopt.tools.plan.model import Layout, build_stage, stage_kinds
+from megatron_eopt.tools.plan.model import ParallelLayout, build_stage, stage_kinds
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 
 ADAMW_RMS = 0.2
@@ -99,7 +99,7 @@ def weights_of(architecture: Architecture, tensor: int, mode: str) -> dict[str, 
     # an expert-parallel size that divides the experts, so that a rank builds few of them
     share = math.gcd(architecture.fields.get("num_moe_experts", 1), 32)
     # a stage for each layer, of which those of one kind are built once
-    layout = Layout(tensor, architecture.fields["num_layers"], share, share)
+    layout = ParallelLayout(tensor, architecture.fields["num_layers"], share, share)
     how: Any = {"muon_tp_mode": mode, "use_distributed_optimizer": True}
     config = EmergingOptimizerConfig(optimizer="muon", lr=1.0, bf16=True, **how)
     found: dict[str, Weights] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped,unused-ignore]
 
 from megatron_eopt.tools.plan.architectures import Architecture, flags_among, from_flags
-from megatron_eopt.tools.plan.model import SIZES, Layout
+from megatron_eopt.tools.plan.model import SIZES, ParallelLayout
 
 _FOLDER = Path(__file__).with_name("recipes")
 
@@ -69,10 +69,12 @@ class Recipe:
         """Return the model; ``changes`` replace flags, by Megatron's names with underscores."""
         return from_flags(flags_among(self.words()) | changes, self.title)
 
-    def planned(self) -> Layout:
+    def planned(self) -> ParallelLayout:
         """Return the layout that ``megatron-eopt plan`` uses by default."""
         sizes = self.layout["flags"]
-        return Layout(**{f: sizes[flag] for f, (_, flag, _) in SIZES.items() if flag in sizes})
+        return ParallelLayout(
+            **{f: sizes[flag] for f, (_, flag, _) in SIZES.items() if flag in sizes}
+        )
 
 
 def recipe(name: str) -> Recipe:

@@ -1,6 +1,7 @@
 """Plain tensors, each a box of its parameter: some rows, some columns, or all of it.
 
-The code that cuts the model sets ``param.eopt_place``; see :class:`megatron_eopt.base.place.Place`.
+The code that cuts the model sets ``param.eopt_place``; see
+:class:`megatron_eopt.base.place.DeclaredBox`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -37,7 +37,7 @@ SAMPLED = 1 << 14
 """About so many elements of a larger weight, at least half, are compared to measure updates."""
 
 
-class _Weight(NamedTuple):
+class _MeasuredWeight(NamedTuple):
     """A weight that this rank stores."""
 
     group: ParamGroup
@@ -54,7 +54,7 @@ class _Part:
         name: str,
         storage: Storage,
         update_rule: UpdateRule | None,
-        weights: Sequence[_Weight],
+        weights: Sequence[_MeasuredWeight],
         device: torch.device,
     ) -> None:
         self.name = name  # class of the optimizer
@@ -174,7 +174,7 @@ def _parts(storage: Storage) -> Iterator[_Part]:
         found = [(type(storage.optimizer).__name__, None, placed)]
     for name, update_rule, numbered in found:
         weights = [
-            _Weight(group, local_of(main).detach(), _share(storage, stored[main]), number)
+            _MeasuredWeight(group, local_of(main).detach(), _share(storage, stored[main]), number)
             for group, main, number in numbered
         ]
         yield _Part(name, storage, update_rule, weights, device)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_eopt import megatron_lm
 from megatron_eopt.tools.dry_run import dry_world
 from megatron_eopt.tools.plan.architectures import Architecture
-from megatron_eopt.tools.plan.model import Layout, build_stage, stage_kinds
+from megatron_eopt.tools.plan.model import ParallelLayout, build_stage, stage_kinds
 from megatron_eopt.tools.recipe import NAMES, recipe
 from tests.functional.script import _run_once, losses, run_here
 from tests.functional.test_qk_clip import logged
@@ -23,7 +23,7 @@ WHOLE = [name for name in NAMES if recipe(name).base is None]
 def elements(shape: Architecture) -> int:
     """Return the number of parameters, from stages of one layer with every 32nd expert."""
     share = 32 if any(shape.moe_layers) else 1
-    layout = Layout(pipeline=shape.fields["num_layers"], data=share, expert=share)
+    layout = ParallelLayout(pipeline=shape.fields["num_layers"], data=share, expert=share)
     found = 0
     for kind in stage_kinds(shape, layout):
         with dry_world(layout.first_rank(kind[0]), layout.world_size):

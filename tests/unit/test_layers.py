@@ -5,6 +5,7 @@ The order is that of docs/explanation/how_it_works.md: what a name stands before
 
 import ast
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -212,6 +213,16 @@ def test_raw_reads_are_seen():
         "getattr(config, 'gated_linear_unit')",
     ):
         assert not list(raw_reads(ast.parse(text))), text
+
+
+def test_no_class_has_the_name_of_another():
+    classes = Counter(
+        node.name
+        for tree in SOURCES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not [name for name, count in classes.items() if count > 1]
 
 
 def test_no_folder_of_tests_is_left_out(pytestconfig):

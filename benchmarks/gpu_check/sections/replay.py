@@ -11,7 +11,7 @@ from benchmarks.gpu_check.context import Context, Outcome
 from benchmarks.gpu_check.replay import Run, replay, replay_others, scaled
 from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.tools.plan.machine import MACHINES
-from megatron_eopt.tools.plan.model import Layout
+from megatron_eopt.tools.plan.model import ParallelLayout
 from megatron_eopt.tools.plan.planning import Plan, plan
 from megatron_eopt.tools.recipe import recipe
 
@@ -19,14 +19,16 @@ from megatron_eopt.tools.recipe import recipe
 class Job(NamedTuple):
     """A job of Llama-3-8B of which one rank is run."""
 
-    layout: Layout
+    layout: ParallelLayout
     scale: Fraction = Fraction(1)  # elements of each weight, as a part of the model's
     layers: int = 32
 
 
-JOBS = {"Llama-3-8B, TP 8 x DP 64": Job(Layout(tensor=8, data=64))}
+JOBS = {"Llama-3-8B, TP 8 x DP 64": Job(ParallelLayout(tensor=8, data=64))}
 SMALL_JOBS = {
-    "Llama-3-8B, TP 2 x DP 4, 1/64": Job(Layout(tensor=2, data=4), Fraction(1, 64), layers=2)
+    "Llama-3-8B, TP 2 x DP 4, 1/64": Job(
+        ParallelLayout(tensor=2, data=4), Fraction(1, 64), layers=2
+    )
 }
 OTHERS = ("adam", "stock")
 """Keys of other optimizers' runs."""

@@ -24,11 +24,11 @@ SIZES = {
     "expert_tensor": ("etp", "expert-tensor-parallel-size", "tensor-parallel size of experts"),
     "instances": ("instances", "num-distributed-optimizer-instances", "copies of optimizer state"),
 }
-"""Short name, Megatron's flag and help text of each field of :class:`Layout`."""
+"""Short name, Megatron's flag and help text of each field of :class:`ParallelLayout`."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """Sizes of the parallel groups; at least 1 each."""
 
     tensor: int = 1  # tensor-parallel size
@@ -59,7 +59,7 @@ class Layout:
         return stage * self.stage_size
 
 
-def stages(architecture: Architecture, layout: Layout) -> list[range]:
+def stages(architecture: Architecture, layout: ParallelLayout) -> list[range]:
     """Return the layers of each pipeline stage, counted from 0.
 
     If the layers do not divide evenly, the last stage has fewer than the others.
@@ -75,7 +75,7 @@ def stages(architecture: Architecture, layout: Layout) -> list[range]:
     return [range(first, min(first + each, layers)) for first in range(0, layers, each)]
 
 
-def stage_kinds(architecture: Architecture, layout: Layout) -> list[tuple[int, ...]]:
+def stage_kinds(architecture: Architecture, layout: ParallelLayout) -> list[tuple[int, ...]]:
     """Group equal pipeline stages: return a tuple of their pipeline ranks for each kind.
 
     Stages are equal if they have the same kinds of layers in the same order, and agree on whether
@@ -91,7 +91,7 @@ def stage_kinds(architecture: Architecture, layout: Layout) -> list[tuple[int, .
 
 def build_stage(
     architecture: Architecture,
-    layout: Layout,
+    layout: ParallelLayout,
     *,
     overlaps: bool = False,
     layer_wise: bool = False,
@@ -122,7 +122,7 @@ def build_stage(
 
 
 def _built(
-    architecture: Architecture, layout: Layout, overlaps: bool, layer_wise: bool
+    architecture: Architecture, layout: ParallelLayout, overlaps: bool, layer_wise: bool
 ) -> DistributedDataParallel:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
@@ -168,7 +168,7 @@ def _built(
     return wrapped[0]
 
 
-def transformer_config(architecture: Architecture, layout: Layout) -> TransformerConfig:
+def transformer_config(architecture: Architecture, layout: ParallelLayout) -> TransformerConfig:
     """Return megatron-core's configuration of an architecture at a layout."""
     fields, last = architecture.fields, stages(architecture, layout)[-1]
     gated, uneven = fields.get("gated_linear_unit"), fields["num_layers"] % layout.pipeline > 0
@@ -203,7 +203,7 @@ def train_flops(architecture: Architecture, tokens: int) -> float:
     # this import must come after the device is chosen
     from megatron.training.training import num_floating_point_operations
 
-    layers = vars(transformer_config(architecture, Layout()))
+    layers = vars(transformer_config(architecture, ParallelLayout()))
     flags = {
         "seq_length": architecture.seq_length,
         "padded_vocab_size": architecture.vocab_size,

@@ -32,7 +32,7 @@ from megatron_eopt.tools.plan.architectures import Architecture
 from megatron_eopt.tools.plan.cost import Times, bytes_sent, times
 from megatron_eopt.tools.plan.machine import Machine
 from megatron_eopt.tools.plan.model import (
-    Layout,
+    ParallelLayout,
     build_stage,
     stage_kinds,
     stages,
@@ -101,7 +101,7 @@ class Plan:
     """What an optimizer step does at one layout, and how long it takes."""
 
     architecture: Architecture  # the model
-    layout: Layout  # the parallel sizes
+    layout: ParallelLayout  # the parallel sizes
     stages: tuple[Stage, ...]  # one entry for each kind of pipeline stage, in pipeline order
     rank: int  # global rank with the most FLOPs
     report: Report  # counts of that rank's step
@@ -127,7 +127,7 @@ class Plan:
 
 def plan(
     architecture: Architecture,
-    layout: Layout,
+    layout: ParallelLayout,
     machine: Machine,
     config: EmergingOptimizerConfig,
     *,
@@ -217,7 +217,7 @@ class _DryRuns:
     def __init__(
         self,
         architecture: Architecture,
-        layout: Layout,
+        layout: ParallelLayout,
         machine: Machine,
         config: EmergingOptimizerConfig,
         tell: Callable[[str], None],
@@ -289,7 +289,7 @@ class _DryRuns:
         return times(report_of(adam, lambda: None), self._machine)
 
 
-def _stage(optimizer: Any, layout: Layout, kind: tuple[int, ...], gpus: int) -> Stage:
+def _stage(optimizer: Any, layout: ParallelLayout, kind: tuple[int, ...], gpus: int) -> Stage:
     first = layout.first_rank(kind[0])
     loads, coming = np.zeros(layout.world_size), np.zeros(layout.world_size)
     for _, schedule in schedules_of(optimizer):

@@ -5,11 +5,11 @@ import pytest
 import megatron_eopt.optimizers.built_in  # noqa: F401  registers optimizers
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.checkpoint.continuation import (
+    LoadReport,
     Note,
     Origin,
     Policy,
     Reader,
-    Report,
     SavedState,
     Wanted,
     continuation_of,
@@ -61,7 +61,7 @@ def test_another_optimizers_state_starts_fresh_unless_the_optimizer_has_stepped(
     reader, its = Reader("muon", 0.9), saved(MOMENTS, "adam")
     continuation = continuation_of({"momentum_buffer"}, reader, its, Policy())
     assert continuation.fresh == {"momentum_buffer"}
-    report = Report(Policy())
+    report = LoadReport(Policy())
     wanted = Wanted("w", reader, frozenset({"momentum_buffer"}))
     assert report.decide(wanted, its) == continuation
     report.refuse("state_dict", has_stepped=False)

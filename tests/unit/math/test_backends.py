@@ -12,7 +12,7 @@ from megatron_eopt.base.agreement import answered_by
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.config.checks import check_alike
 from megatron_eopt.math import backends
-from megatron_eopt.math.algorithm import Plan
+from megatron_eopt.math.algorithm import IterationPlan
 from megatron_eopt.math.backends import Backend, register_backend
 from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
 from tests.unit.math.spectra import gaussian
@@ -133,7 +133,7 @@ def test_auto_leaves_to_our_own_iteration_what_the_package_is_not_for(monkeypatc
         return not torch.equal(compute(x, **(more or {})), x.sign())
 
     assert not is_own(x)
-    assert plans.pop() == Plan("gram", (2,), torch.float16)
+    assert plans.pop() == IterationPlan("gram", (2,), torch.float16)
     assert not is_own(x, algorithm="standard")
     assert is_own(x, {"reduce": torch.clone, "whole_shape": (256, 260)})
     assert is_own(gaussian(255, 600))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.math.algorithm import Plan
+from megatron_eopt.math.algorithm import IterationPlan
 from megatron_eopt.math.coefficients import coefficient_names, resolve_coefficients
 from megatron_eopt.math.newton_schulz import iterate_gram, iterate_standard, normalize, rescaled
 from megatron_eopt.math.orthogonalize import Orthogonalization
@@ -31,7 +31,7 @@ def test_a_rescaled_schedule_has_exact_diagonals_and_the_same_result(name):
 def test_restarts_change_rounding_only(restarts):
     x = normalize(gaussian(8, 20).double(), 1e-7, torch.float64)
     expected = iterate_standard(x.clone(), QUINTIC)
-    plan = Plan("gram", restarts, torch.float64)
+    plan = IterationPlan("gram", restarts, torch.float64)
     assert relative_error(iterate_gram(x.clone(), QUINTIC, plan), expected) < 1e-11
 
 

@@ -10,7 +10,7 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaIndexe
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.tools.plan.architectures import Architecture, add_flags, from_flags
-from megatron_eopt.tools.plan.model import Layout, train_flops, transformer_config
+from megatron_eopt.tools.plan.model import ParallelLayout, train_flops, transformer_config
 from megatron_eopt.tools.recipe import recipe
 
 ACTIVE = {
@@ -43,7 +43,7 @@ def parsed(text: str) -> Architecture:
 
 def layers(architecture: Architecture) -> dict[str, object]:
     """Return megatron-core's configuration as plain values, those that it fills in among them."""
-    return vars(transformer_config(architecture, Layout()))
+    return vars(transformer_config(architecture, ParallelLayout()))
 
 
 def test_flags_have_megatrons_defaults():

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.tools.dry_run import dry_world
 from megatron_eopt.tools.plan.architectures import Architecture
-from megatron_eopt.tools.plan.model import Layout, build_stage, stage_kinds, stages
+from megatron_eopt.tools.plan.model import ParallelLayout, build_stage, stage_kinds, stages
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
 
@@ -51,8 +51,8 @@ LATENT = {
     "v_head_dim": 8,
     "num_query_groups": 4,
 }
-CUT = Layout(tensor=2, pipeline=2, data=2)
-ALONE = Layout()
+CUT = ParallelLayout(tensor=2, pipeline=2, data=2)
+ALONE = ParallelLayout()
 CASES = {
     "not gated, tied": (replace(changed(DENSE, gated_linear_unit=False), untied=False), CUT),
     "biases and norms": (changed(DENSE, add_qkv_bias=True, qk_layernorm=True), CUT),
@@ -82,7 +82,9 @@ def elements(model: torch.nn.Module) -> int:
     return found
 
 
-def built(architecture: Architecture, *layouts: Layout) -> list[list[tuple[int, list[str]]]]:
+def built(
+    architecture: Architecture, *layouts: ParallelLayout
+) -> list[list[tuple[int, list[str]]]]:
     """Return what each rank of each layout counts, and the kinds of its layers."""
     dist.destroy_process_group()
     found: Any = [[] for _ in layouts]
@@ -107,21 +109,21 @@ def test_all_stages_together_are_the_model_of_one_rank(name):
 
 
 def test_the_last_stage_has_what_is_left():
-    assert stages(changed(DENSE, num_layers=10), Layout(pipeline=4))[-1] == range(9, 10)
-    assert stages(changed(DENSE, num_layers=8), Layout(pipeline=4))[-1] == range(6, 8)
+    assert stages(changed(DENSE, num_layers=10), ParallelLayout(pipeline=4))[-1] == range(9, 10)
+    assert stages(changed(DENSE, num_layers=8), ParallelLayout(pipeline=4))[-1] == range(6, 8)
     assert stages(DENSE, ALONE) == [range(3)]
 
 
 def test_equal_stages_are_found():
     shape = changed(DENSE, num_layers=8)
     assert stage_kinds(shape, ALONE) == [(0,)]
-    assert stage_kinds(shape, Layout(pipeline=2)) == [(0,), (1,)]
-    assert stage_kinds(shape, Layout(pipeline=8)) == [(0,), (1, 2, 3, 4, 5, 6), (7,)]
+    assert stage_kinds(shape, ParallelLayout(pipeline=2)) == [(0,), (1,)]
+    assert stage_kinds(shape, ParallelLayout(pipeline=8)) == [(0,), (1, 2, 3, 4, 5, 6), (7,)]
     mixed = changed(MIXED, num_layers=8, moe_layer_freq=3)
-    assert stage_kinds(mixed, Layout(pipeline=8)) == [(0,), (1, 2, 4, 5), (3, 6), (7,)]
+    assert stage_kinds(mixed, ParallelLayout(pipeline=8)) == [(0,), (1, 2, 4, 5), (3, 6), (7,)]
 
 
-def refusal(architecture: Architecture, layout: Layout) -> str:
+def refusal(architecture: Architecture, layout: ParallelLayout) -> str:
     dist.destroy_process_group()
     with dry_world(0, layout.world_size), pytest.raises(ConfigurationError) as refused:
         build_stage(architecture, layout)
@@ -131,15 +133,15 @@ def refusal(architecture: Architecture, layout: Layout) -> str:
 @pytest.mark.parametrize(
     ("shape", "layout", "named"),
     [
-        (DENSE, Layout(pipeline=4), "pipeline=4: must leave a layer for each stage"),
-        (DENSE, Layout(tensor=8), "does not fit dense: "),
-        (replace(DENSE, vocab_size=63), Layout(tensor=2), "63 is not divisible by 2"),
-        (DENSE, Layout(data=4, expert=3), "does not fit dense: "),
-        (DENSE, Layout(data=4, instances=3), "does not fit dense: "),
-        (DENSE, Layout(data=2, expert=2), "does not fit dense: "),
-        (MIXED, Layout(data=3, expert=3), "does not fit dense: "),
+        (DENSE, ParallelLayout(pipeline=4), "pipeline=4: must leave a layer for each stage"),
+        (DENSE, ParallelLayout(tensor=8), "does not fit dense: "),
+        (replace(DENSE, vocab_size=63), ParallelLayout(tensor=2), "63 is not divisible by 2"),
+        (DENSE, ParallelLayout(data=4, expert=3), "does not fit dense: "),
+        (DENSE, ParallelLayout(data=4, instances=3), "does not fit dense: "),
+        (DENSE, ParallelLayout(data=2, expert=2), "does not fit dense: "),
+        (MIXED, ParallelLayout(data=3, expert=3), "does not fit dense: "),
         (changed(MIXED, moe_layer_freq=[1] * 5), ALONE, "does not fit dense: "),
-        (changed(MIXED, **{**LATENT, "kv_lora_rank": 9}), Layout(tensor=2), "does not fit"),
+        (changed(MIXED, **{**LATENT, "kv_lora_rank": 9}), ParallelLayout(tensor=2), "does not fit"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(shape, layout, named):

@@ -12,7 +12,7 @@ from megatron_eopt.tools.dry_run import Collective, dry_world, report_of
 from megatron_eopt.tools.plan.architectures import Architecture, from_flags
 from megatron_eopt.tools.plan.cost import Times, collective_seconds, times
 from megatron_eopt.tools.plan.machine import MACHINES
-from megatron_eopt.tools.plan.model import Layout, build_stage
+from megatron_eopt.tools.plan.model import ParallelLayout, build_stage
 from megatron_eopt.tools.plan.planning import plan
 from megatron_eopt.tools.plan.tables import as_dict
 from megatron_eopt.tools.recipe import recipe
@@ -21,21 +21,23 @@ from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.plan.test_model import DENSE, MIXED, changed
 
-CUT = Layout(tensor=2, pipeline=2, data=4)
+CUT = ParallelLayout(tensor=2, pipeline=2, data=4)
 
 
 HALVED = changed(MIXED, moe_ffn_hidden_size=32, moe_shared_expert_intermediate_size=48)
 """All matrices have sizes of which kernels compute half of symmetric products."""
 
 
-def planned(architecture: Architecture, layout: Layout, fields: Any) -> dict[str, Any]:
+def planned(architecture: Architecture, layout: ParallelLayout, fields: Any) -> dict[str, Any]:
     dist.destroy_process_group()
     given = {"optimizer": "muon", "lr": 0.01, "bf16": True, "use_distributed_optimizer": True}
     config = EmergingOptimizerConfig(**(given | fields))
     return as_dict(plan(architecture, layout, MACHINES["H100"], config, tokens=2**22))
 
 
-def in_a_process(architecture: Architecture, layout: Layout, **fields: Any) -> dict[str, Any]:
+def in_a_process(
+    architecture: Architecture, layout: ParallelLayout, **fields: Any
+) -> dict[str, Any]:
     return run_ranks(1, planned, architecture, layout, fields, timeout=300, cpu=False)[0]
 
 
@@ -85,9 +87,9 @@ def test_a_plan_is_of_the_busiest_rank(architecture, layout):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("llama-3-8b", Layout(data=256)),
-        ("llama-3-8b", Layout(data=1024)),
-        ("deepseek-v3", Layout(pipeline=16, data=128, expert=64, expert_tensor=1)),
+        ("llama-3-8b", ParallelLayout(data=256)),
+        ("llama-3-8b", ParallelLayout(data=1024)),
+        ("deepseek-v3", ParallelLayout(pipeline=16, data=128, expert=64, expert_tensor=1)),
     ],
     ids=["Llama-3-8B, 256 ranks", "Llama-3-8B, 1024 ranks", "DeepSeek-V3, 128 ranks a stage"],
 )
@@ -105,9 +107,9 @@ def test_where_ranks_outnumber_matrices_teams_have_less_to_do(name, layout, reco
 
 
 MODELS = {
-    "llama-3-70b": Layout(tensor=8, pipeline=4, data=16),
-    "qwen3-8b": Layout(tensor=2, data=32),
-    "qwen3-30b-a3b": Layout(data=64, expert=8, expert_tensor=1),
+    "llama-3-70b": ParallelLayout(tensor=8, pipeline=4, data=16),
+    "qwen3-8b": ParallelLayout(tensor=2, data=32),
+    "qwen3-30b-a3b": ParallelLayout(data=64, expert=8, expert_tensor=1),
 }
 
 
@@ -130,7 +132,7 @@ def exposures(*flops: float) -> list[tuple[int, int, Times]]:
     how: dict[str, Any] = {"use_distributed_optimizer": True, "matrix_buffer_mb": 0.004}
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, bf16=True, **how)
     with dry_world(0, 4):
-        model = build_stage(DENSE, Layout(data=4))
+        model = build_stage(DENSE, ParallelLayout(data=4))
         report = report_of(get_megatron_optimizer(config, [model]), lambda: None)
         # each way takes one second, whatever travels
         gpu = replace(MACHINES["H100"], latency=1.0, link=1e30, network=1e30)
@@ -162,7 +164,7 @@ def test_collectives_take_latency_and_the_slower_link():
 
 
 def test_collectives_know_where_their_ranks_are():
-    rank = in_a_process(MIXED, Layout(data=4, expert=2))["busiest_rank"]
+    rank = in_a_process(MIXED, ParallelLayout(data=4, expert=2))["busiest_rank"]
     gathered = {
         (call["ranks"], call["first"], call["last"])
         for call in rank["collectives"]
@@ -185,8 +187,8 @@ def test_a_machine_needs_positive_numbers():
 @pytest.mark.long
 def test_a_step_beside_communication_ends_with_adams():
     short = recipe("llama-3-8b").architecture(num_layers=8)
-    apart = in_a_process(short, Layout(data=16))
-    beside = in_a_process(short, Layout(data=16), muon_overlap_dp_comm=True)
+    apart = in_a_process(short, ParallelLayout(data=16))
+    beside = in_a_process(short, ParallelLayout(data=16), muon_overlap_dp_comm=True)
     adams = beside["adam_iteration_seconds"] - beside["seconds"]["train_step"]
     assert apart["seconds"]["tail"] > 1.1 * adams
     assert beside["seconds"]["gather"] < beside["seconds"]["tail"] < 1.03 * adams
@@ -208,7 +210,7 @@ GPT_0_5B = from_flags(
 @pytest.mark.parametrize(("groups", "tflop"), [(None, 11.0), (8, 8.8)])
 def test_a_gpu_s_step_stays_below_its_bars(groups, tflop):
     fields = GPT_0_5B.fields | ({"num_query_groups": groups} if groups else {})
-    counted = in_a_process(replace(GPT_0_5B, fields=fields), Layout())["counted"]
+    counted = in_a_process(replace(GPT_0_5B, fields=fields), ParallelLayout())["counted"]
     total, moved = counted["in_all"], counted["bytes_per_element"]
     assert total["flops"] <= tflop * 1e12
     assert total["kernels"] <= 200

@@ -16,7 +16,7 @@ from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.tools.dry_run import dry_world
 from megatron_eopt.tools.plan.architectures import Architecture
 from megatron_eopt.tools.plan.machine import MACHINES
-from megatron_eopt.tools.plan.model import Layout
+from megatron_eopt.tools.plan.model import ParallelLayout
 from megatron_eopt.tools.plan.planning import plan
 from megatron_eopt.tools.recipe import NAMES, recipe
 from tests.harness import RankError, run_ranks
@@ -25,7 +25,9 @@ from tests.unit.plan.test_model import DENSE, MIXED
 SCALE = Fraction(1, 64)
 
 
-def replayed(name: str, layout: Layout | None, rank: int, changes: Any, optimizer: Any) -> Any:
+def replayed(
+    name: str, layout: ParallelLayout | None, rank: int, changes: Any, optimizer: Any
+) -> Any:
     if dist.is_initialized():
         dist.destroy_process_group()
     one = recipe(name)
@@ -68,9 +70,9 @@ def check(found: dict[str, Any]) -> None:
 
 MOE = {"num_layers": 2, "num_experts": 8, "moe_layer_freq": [0, 1]}
 CASES = {
-    "dense": ("llama-3-8b", Layout(tensor=2, data=4), 3, {"num_layers": 2}, {}),
-    "experts": ("kimi-k2", Layout(pipeline=2, data=4, expert=4), 5, MOE, {}),
-    "adam": ("llama-3-8b", Layout(data=4), 1, {"num_layers": 1}, {"optimizer": "adam"}),
+    "dense": ("llama-3-8b", ParallelLayout(tensor=2, data=4), 3, {"num_layers": 2}, {}),
+    "experts": ("kimi-k2", ParallelLayout(pipeline=2, data=4, expert=4), 5, MOE, {}),
+    "adam": ("llama-3-8b", ParallelLayout(data=4), 1, {"num_layers": 1}, {"optimizer": "adam"}),
 }
 
 
@@ -90,7 +92,7 @@ def test_every_recipe_can_be_replayed(name):
     check(found)
 
 
-def memories(name: str, layout: Layout, changes: Any) -> Any:
+def memories(name: str, layout: ParallelLayout, changes: Any) -> Any:
     dist.destroy_process_group()
     one = recipe(name)
     config = EmergingOptimizerConfig(
@@ -115,7 +117,7 @@ def test_plans_know_the_memory_that_a_rank_keeps(name):
 
 def busiest() -> dict[str, Any]:
     dist.destroy_process_group()
-    return replayed_job(Job(Layout(data=4), SCALE, layers=1))
+    return replayed_job(Job(ParallelLayout(data=4), SCALE, layers=1))
 
 
 def test_the_same_rank_runs_with_adam_and_with_megatrons_muon():
@@ -132,7 +134,7 @@ def test_the_same_rank_runs_with_adam_and_with_megatrons_muon():
     assert found["stock"]["share"]["matrices"] <= found["stock"]["share"]["of"]
 
 
-def shares(architecture: Architecture, layout: Layout) -> list[Share]:
+def shares(architecture: Architecture, layout: ParallelLayout) -> list[Share]:
     dist.destroy_process_group()
     config, _ = settings_of(EmergingOptimizerConfig(optimizer="muon", lr=1e-3, bf16=True))
     found = []
@@ -144,11 +146,11 @@ def shares(architecture: Architecture, layout: Layout) -> list[Share]:
 
 
 def test_megatron_gives_each_matrix_to_one_data_parallel_rank():
-    found = run_ranks(1, shares, DENSE, Layout(data=4), cpu=False)[0]
+    found = run_ranks(1, shares, DENSE, ParallelLayout(data=4), cpu=False)[0]
     assert sum(share.matrices for share in found) == found[0].of == 12
     assert min(share.busiest for share in found) == 1
     # two experts-parallel groups have experts of their own
-    found = run_ranks(1, shares, MIXED, Layout(data=4, expert=2), cpu=False)[0]
+    found = run_ranks(1, shares, MIXED, ParallelLayout(data=4, expert=2), cpu=False)[0]
     experts = 3 * 2 * 2
     assert sum(share.matrices for share in found) == found[0].of + experts
 
@@ -157,7 +159,7 @@ def test_what_megatron_cannot_do_is_one_sentence():
     with pytest.raises(ConfigurationError, match="only muon and adaptive_muon"):
         settings_of(EmergingOptimizerConfig(optimizer="soap", lr=1e-3))
     with pytest.raises(RankError, match="num_distributed_optimizer_instances"):
-        run_ranks(1, shares, DENSE, Layout(data=4, instances=2), cpu=False)
+        run_ranks(1, shares, DENSE, ParallelLayout(data=4, instances=2), cpu=False)
     _, notes = settings_of(
         EmergingOptimizerConfig(
             optimizer="muon", muon_split_per_head=True, muon_scale_mode="adamw_rms", lr=1.0
