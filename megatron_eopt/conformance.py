@@ -27,7 +27,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,6 +44,11 @@ with importing_quietly():
         TorchFullyShardedDataParallel,
         TorchFullyShardedDataParallelConfig,
     )
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+        preprocess_state_dict_for_uneven_dtensor,
+    )
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
     from megatron_eopt import checkpoints, cpu
@@ -58,10 +65,12 @@ with importing_quietly():
     from megatron_eopt.optimizers.muon_rule import MuonRule
     from megatron_eopt.optimizers.storage import rules_of
     from megatron_eopt.routing.plain_names import plain_names
-    from megatron_eopt.storage.local_tensors import local_of
+    from megatron_eopt.storage import local_tensors
+    from megatron_eopt.storage.local_tensors import is_uneven, local_of, shard_like
     from megatron_eopt.wrappers.builders import BUILDERS, OptimizerBuildContext
     from megatron_eopt.wrappers.chain import OptimizerChain
     from megatron_eopt.wrappers.factory import get_megatron_optimizer
+    from megatron_eopt.wrappers.megatron_fsdp import fsdp_modules
     from megatron_eopt.wrappers.parts import build_sharded
 
 logger = logging.getLogger(__name__)
@@ -104,9 +113,14 @@ class _Case:
         return self.wrap.__name__ + "".join(how for how, is_on in flags.items() if is_on)
 
     @property
+    def is_saved(self) -> bool:
+        """Whether Megatron's trainers have a checkpoint format for the storage."""
+        return self.wrap is not in_megatron_fsdp_v2
+
+    @property
     def reference(self) -> "_Case":
         """What one rank trains in one wave, to compare with."""
-        wrap = in_zero1 if self.wrap in (in_rows, in_copies, in_fsdp2) else self.wrap
+        wrap = in_zero1 if self.wrap in _OF_ALL else self.wrap
         return replace(self, wrap=wrap, wave_mb=_LARGE, off_loads=False, in_teams=False)
 
 
@@ -144,7 +158,8 @@ def check(
         config: Fields of the configuration.
         storage: A module-level function that stores a model in a form of your own; its module
             registers the builder. None checks uneven and empty shards (``in_rows``), ZeRO-1, also
-            with off-loading and where ranks share each matrix, FSDP2, and copies.
+            with off-loading and where ranks share each matrix, FSDP2, copies, and Megatron-FSDP;
+            its second version with megatron-core 0.20 or later, and without loading.
         config_class: ``EmergingOptimizerConfig``, or a subclass with fields of your own.
         tolerance: Largest difference of a weight, relative to how far training has moved it.
         run: Runs a function on ranks; None starts new processes.
@@ -158,47 +173,63 @@ def check(
     entry: _Entry = None
     if isinstance(optimizer, EmergingOptimizerEntry):
         entry, name, optimizer = optimizer, optimizer.optimizer_cls.__name__, "under_test"
-    wraps = [in_zero1, in_rows, in_fsdp2] if storage is None else [storage]
     with registered("under_test", entry):
         # copies of optimizers that keep state of whole matrices do not split fused weights
-        if storage is None and state_layout_of(optimizer) != "matrix_state":
-            wraps.append(in_copies)
+        left = {in_copies} if state_layout_of(optimizer) == "matrix_state" else set()
+    if not _HAS_VERSION_2:
+        left.add(in_megatron_fsdp_v2)
+    wraps = [wrap for wrap in _OF_ALL if wrap not in left] if storage is None else [storage]
     cases = [_Case(optimizer, fields, wrap, config_class) for wrap in wraps]
     if storage is None:
         # uneven rows are not off-loaded
         cases.append(replace(cases[0], off_loads=True))
         cases.append(replace(cases[0], in_teams=True))
+    references: _References = {}
     with tempfile.TemporaryDirectory() as folder:
-        job = entry, cases, folder, tolerance
-        try:
-            (expected, problems), *_ = run(1, _on_one, *job, timeout=timeout)
-            for found in () if problems else run(2, _on_two, expected, *job, timeout=timeout):
-                problems += found
-            if not problems:
-                problems = run(1, _on_one_again, expected, *job, timeout=timeout)[0]
-        except Exception as error:
-            raise ConformanceError(f"the ranks failed: {error}") from error
-    if problems:
-        raise ConformanceError("\n".join(dict.fromkeys(problems)))
-    cases_of = "\n  ".join(case.name for case in cases)
+        for ranks, trains, resumes in ((1, True, False), (2, True, True), (1, False, True)):
+            job = entry, cases, folder, tolerance, references, trains, resumes
+            try:
+                replies = run(ranks, _checked, *job, timeout=timeout)
+            except Exception as error:
+                raise ConformanceError(f"the ranks failed: {error}") from error
+            if problems := [line for _, found in replies for line in found]:
+                raise ConformanceError("\n".join(dict.fromkeys(problems)))
+            references = replies[0][0]
+    lines = [f"{case.name}{'' if case.is_saved else ', not resumed'}" for case in cases]
+    if storage is None and not _HAS_VERSION_2:
+        lines.append(f"not {in_megatron_fsdp_v2.__name__}, which needs megatron-core 0.20")
+    cases_of = "\n  ".join(lines)
     inform(logger, f"{name} trains on two ranks as on one, also when resumed:\n  {cases_of}")
 
 
 # What a rank does
 
 
-def _on_one(
-    entry: _Entry, cases: Sequence[_Case], folder: str, tolerance: float
+def _checked(
+    entry: _Entry,
+    cases: Sequence[_Case],
+    folder: str,
+    tolerance: float,
+    references: _References,
+    trains: bool,
+    resumes: bool,
 ) -> tuple[_References, list[str]]:
-    """Train in one wave, as the reference, then in small ones; save halfway."""
-    references: dict[str, _Trained] = {}
+    """Compare runs with the references, which the first call makes; return both.
+
+    With ``trains``, each case is trained, and saved halfway. With ``resumes``, it continues from
+    what the other number of ranks has saved.
+    """
+    references, problems = dict(references), []
+    ranks = distributed.get_world_size()
     with _scene(entry):
-        problems = []
         for case in cases:
-            whole = case.reference
-            if whole.name not in references:
+            if (whole := case.reference).name not in references:
                 references[whole.name] = _reference(whole)
-            problems += _trained(case, references, tolerance, Path(folder, f"1 {case.name}"))
+            expected = references[whole.name]
+            if trains:
+                problems += _trained(case, expected, tolerance, f"{folder}/{ranks} {case.name}")
+            if resumes and case.is_saved:
+                problems += _resumed(case, expected, tolerance, f"{folder}/{3 - ranks} {case.name}")
     return references, problems
 
 
@@ -211,36 +242,12 @@ def _reference(whole: _Case) -> _Trained:
     return trained
 
 
-def _on_two(
-    expected: _References, entry: _Entry, cases: Sequence[_Case], folder: str, tolerance: float
-) -> list[str]:
-    """Train and save halfway; continue from what one rank has saved."""
-    with _scene(entry):
-        problems = []
-        for case in cases:
-            problems += _trained(case, expected, tolerance, Path(folder, f"2 {case.name}"))
-            problems += _resumed(case, expected, tolerance, Path(folder, f"1 {case.name}"))
-    return problems
-
-
-def _on_one_again(
-    expected: _References, entry: _Entry, cases: Sequence[_Case], folder: str, tolerance: float
-) -> list[str]:
-    """Continue from what two ranks have saved."""
-    with _scene(entry):
-        problems = []
-        for case in cases:
-            problems += _resumed(case, expected, tolerance, Path(folder, f"2 {case.name}"))
-    return problems
-
-
-def _trained(case: _Case, references: _References, tolerance: float, folder: Path) -> list[str]:
-    expected = references[case.reference.name]
+def _trained(case: _Case, expected: _Trained, tolerance: float, folder: str) -> list[str]:
     chunk, chain = _built(case)
     zeros: list[float] = []
     norms = _train(chunk, chain, 0, _HALFWAY, zeros)
-    folder.mkdir(parents=True, exist_ok=True)
-    dist_checkpointing.save(_state(chunk, chain, is_loading=False), str(folder))
+    if case.is_saved:
+        _save(_state(chunk, chain, is_loading=False), folder)
     norms += _train(chunk, chain, _HALFWAY, _STEPS, zeros)
     problems = _differences(chunk, chain, expected, tolerance)
     for what, mine, others in (("norm", norms, expected.norms), ("zeros", zeros, expected.zeros)):
@@ -249,17 +256,16 @@ def _trained(case: _Case, references: _References, tolerance: float, folder: Pat
     return [f"{case.name} on {distributed.get_world_size()}: {line}" for line in problems]
 
 
-def _resumed(case: _Case, references: _References, tolerance: float, folder: Path) -> list[str]:
-    expected = references[case.reference.name]
+def _resumed(case: _Case, expected: _Trained, tolerance: float, folder: str) -> list[str]:
     chunk, chain = _built(case)
     with torch.no_grad():
-        for param in chunk.parameters():
+        for _, param in _named(chunk):
             # so that only what is loaded can be right
             local_of(param).zero_()
-    loaded = checkpoints.load(_state(chunk, chain, is_loading=True), folder)
+    loaded = _loaded(_state(chunk, chain, is_loading=True), folder)
     with torch.no_grad():
         for name, param in _named(chunk):
-            local_of(param).copy_(loaded["model"][name])
+            local_of(param).copy_(local_of(loaded["model"][name]))
     chain.load_state_dict(loaded["optimizer"])
     _train(chunk, chain, _HALFWAY, _STEPS, [])
     problems = _differences(chunk, chain, expected, tolerance)
@@ -279,7 +285,7 @@ def _built(case: _Case) -> tuple[Any, OptimizerChain]:
         "lr": 0.02,
         "weight_decay": 0.1,
         "clip_grad": 1.0,
-        "use_distributed_optimizer": case.wrap not in (in_copies, in_fsdp2),
+        "use_distributed_optimizer": case.wrap not in (in_copies, in_fsdp2, in_megatron_fsdp_v2),
         "log_num_zeros_in_grad": True,
         "muon_fp32_matmul_prec": "highest",
         "matrix_buffer_mb": case.wave_mb,
@@ -327,7 +333,7 @@ def _train(
 def part_of(param: Tensor, whole: Tensor) -> Tensor:
     """Return what this rank stores of a tensor that is cut like ``param``."""
     if isinstance(param, DTensor):
-        return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+        return shard_like(param, local_tensors.part_of(param, whole).contiguous())
     place = place_of(param)
     if place is not None:
         for dim, (first, size) in enumerate(zip(place.offset, param.shape, strict=True)):
@@ -365,11 +371,38 @@ def _differences(
 
 
 def _state(chunk: Any, chain: OptimizerChain, *, is_loading: bool) -> dict[str, Any]:
-    """Return what ``dist_checkpointing`` saves or loads."""
-    model, its = ({name: _saved(name, p) for name, p in _named(chunk)} for _ in range(2))
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
-    state = chain.sharded_state_dict(its, is_loading=is_loading, metadata=metadata)
+    """Return what is saved, or loaded."""
+    params = dict(_named(chunk))
+    if any(map(is_uneven, params.values())):
+        how = {"distrib_optim_sharding_type": "fsdp_dtensor"}
+        state = chain.sharded_state_dict(params, is_loading=is_loading, metadata=how)
+        prepared: dict[str, Any] = {"model": params, "optimizer": state}
+        preprocess_state_dict_for_uneven_dtensor(prepared)
+        return prepared
+    model, its = ({name: _saved(name, p) for name, p in params.items()} for _ in range(2))
+    how = {"distrib_optim_sharding_type": "fully_reshardable"}
+    state = chain.sharded_state_dict(its, is_loading=is_loading, metadata=how)
     return {"model": model, "optimizer": state}
+
+
+def _save(state: dict[str, Any], folder: str) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    if _is_of_tensors(state):
+        save(state, checkpoint_id=folder)
+    else:
+        dist_checkpointing.save(state, folder)
+
+
+def _loaded(state: dict[str, Any], folder: str) -> Any:
+    if not _is_of_tensors(state):
+        return checkpoints.load(state, folder)
+    load(state, checkpoint_id=folder)
+    return state
+
+
+def _is_of_tensors(state: Mapping[str, Any]) -> bool:
+    """Return whether torch saves a state and loads it in place, and not megatron-core."""
+    return all(isinstance(value, Tensor) for value in state["model"].values())
 
 
 def _saved(name: str, param: Tensor) -> ShardedTensor:
@@ -389,6 +422,9 @@ def _saved(name: str, param: Tensor) -> ShardedTensor:
 
 
 def _named(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
+    for module in fsdp_modules([chunk]):
+        # a step leaves the whole parameters, as a forward pass needs them
+        module._replace_param_with_distributed_if_needed()
     plain = plain_names(chunk)
     for name, param in chunk.named_parameters():
         yield plain[name], param
@@ -417,6 +453,30 @@ def in_fsdp2(model: nn.Module) -> Any:
     return TorchFullyShardedDataParallel(model.config, config, model)
 
 
+def in_megatron_fsdp(model: nn.Module) -> Any:
+    """Store ranges of flattened parameters, as the first version of Megatron-FSDP."""
+    return _in_megatron_fsdp(model)
+
+
+def in_megatron_fsdp_v2(model: nn.Module) -> Any:
+    """Store rows of each module's parameters, as the second version of Megatron-FSDP."""
+    return _in_megatron_fsdp(model, megatron_fsdp_version=2)
+
+
+def _in_megatron_fsdp(model: Any, **version: int) -> Any:
+    model.config.gradient_accumulation_fusion = False
+    ddp_config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+        gradient_reduce_div_fusion=False,
+        **version,
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return FullyShardedDataParallel(
+        model.config, ddp_config, model, fsdp_unit_modules=[nn.Linear], pg_collection=groups
+    )
+
+
 def in_rows(model: nn.Module) -> Any:
     """Store any number of rows of each parameter on each rank; norms are copies."""
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
@@ -435,6 +495,12 @@ def _build_in_rows(context: OptimizerBuildContext) -> OptimizerChain | None:
         return None
     assert distributed.group.WORLD is not None
     return build_sharded(context, distributed.group.WORLD)
+
+
+_OF_ALL = (in_zero1, in_rows, in_fsdp2, in_megatron_fsdp, in_megatron_fsdp_v2, in_copies)
+"""What :func:`check` checks without a storage of the caller's."""
+
+_HAS_VERSION_2 = hasattr(DistributedDataParallelConfig, "megatron_fsdp_version")
 
 
 class _Model(nn.Module):

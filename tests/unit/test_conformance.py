@@ -4,6 +4,7 @@ import functools
 import logging
 
 import pytest
+from megatron.core.distributed import DistributedDataParallelConfig
 
 from megatron_eopt import TensorParallelMuon, conformance
 from megatron_eopt.extending import EmergingOptimizerEntry, MuonRule
@@ -93,11 +94,14 @@ def entry_of(cls):
 def test_an_update_of_whole_matrices_conforms(cls, caplog):
     with caplog.at_level(logging.INFO, "megatron_eopt"):
         check(entry_of(cls))
+    has_version_2 = hasattr(DistributedDataParallelConfig, "megatron_fsdp_version")
     text = caplog.records[-1].getMessage()
     assert text.splitlines() == [
         f"{cls.__name__} trains on two ranks as on one, also when resumed:",
-        *("  in_zero1", "  in_rows", "  in_fsdp2", "  in_copies"),
-        *("  in_zero1, off-loaded", "  in_zero1, in teams"),
+        *("  in_zero1", "  in_rows", "  in_fsdp2", "  in_megatron_fsdp"),
+        *(["  in_megatron_fsdp_v2, not resumed"] if has_version_2 else []),
+        *("  in_copies", "  in_zero1, off-loaded", "  in_zero1, in teams"),
+        *([] if has_version_2 else ["  not in_megatron_fsdp_v2, which needs megatron-core 0.20"]),
     ]
 
 
@@ -108,3 +112,25 @@ def test_a_rule_that_takes_slabs_for_matrices_fails(cls):
     lines = str(raised.value).splitlines()
     assert lines
     assert all(line.startswith("in_zero1, in teams on 2") for line in lines)
+
+
+class PairsRule(MuonRule):
+    """Works on pairs of rows, and forgets the last of an odd number of rows in large weights."""
+
+    def _apply(self, stepped, updates):
+        for update in updates.values():
+            if update.dim() == 2 and len(update) > 16:
+                update[len(update) // 2 * 2 :] = 0
+        super()._apply(stepped, updates)
+
+
+class PairsMuon(TensorParallelMuon):
+    update_rule_class = PairsRule
+
+
+def test_a_rule_that_is_wrong_with_megatron_fsdp_alone_fails():
+    with pytest.raises(conformance.ConformanceError) as raised:
+        check(entry_of(PairsMuon))
+    lines = str(raised.value).splitlines()
+    assert lines
+    assert all(line.startswith("in_megatron_fsdp") for line in lines), lines
