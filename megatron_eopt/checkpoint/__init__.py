@@ -5,7 +5,7 @@ Each state tensor (``saved_state``) is saved as boxes of the unsharded parameter
 
 =============================  =====================================================================
 ``torch_dist``, by parameter   ``requests``; loads are matched first by ``matching``, ``migration``
-``torch_dist``, by bucket      written by megatron-core for Adam; read by ``requests``
+``torch_dist``, by bucket      written by megatron-core for Adam; found by ``buckets``
 ``torch``                      ZeRO-1 fragments: ``rank_files``; whole parameters: ``local_state``
 ``fsdp_dtensor``               ``fsdp_dtensor``
 =============================  =====================================================================

@@ -189,10 +189,11 @@ def _misfit(
 ) -> str | None:
     """Return why a parameter's saved state cannot be loaded; None if it can."""
     for values, there in parts:
-        if kind in values:
-            own, shape = values[kind], there[other].shape if other in there else ()
-            if isinstance(own, Tensor) and shape not in (None, tuple(own.shape)):
-                return f"of shape {shape} must have shape {tuple(own.shape)}"
+        if kind in values and other not in there:
+            return "is of a part of the weight only"
+        own, shape = values.get(kind), there[other].shape if other in there else None
+        if isinstance(own, Tensor) and shape not in (None, tuple(own.shape)):
+            return f"of shape {shape} must have shape {tuple(own.shape)}"
     return None
 
 

@@ -144,3 +144,30 @@ def test_missing_state_is_refused_unless_it_may_start_fresh():
     left = {name: set(values) for name, values in wanted["state"].items()}
     assert left == {"weight": {"param"}, "bias": {"exp_avg"}, "spared": {"param"}}
     assert wanted[BY_PARAMETER] == {"weight": {"lr": 1}, "bias": {}}
+
+
+def test_a_weight_in_two_parts_starts_fresh_or_continues_as_a_whole():
+    def wanted() -> dict[str, Any]:
+        kinds = ("exp_avg", "exp_avg_sq", "step", "slow_weights")
+        first = {kind: torch.zeros(2, 2) for kind in kinds}
+        second = {kind: torch.zeros(2, 2) for kind in kinds[:2]}
+        return {"state": {"gate_w": first, "gate_v": second}, BY_PARAMETER: {"gate": {"lr": 1}}}
+
+    def left_of(has: list[str], *fresh: str) -> dict[str, set[str]]:
+        saved = {name: Saved(*name.split(".")[::-1]) for name in has}
+        settings = {"gate": {"lr": None, "optimizer": "adam"}}
+        catalogue = Catalogue("fsdp_dtensor", saved, settings=settings)
+        state, policy = wanted(), Policy(frozenset(fresh))
+        match(state, {"gate": (Reader("adam"), frozenset())}, catalogue, policy, has_stepped=False)
+        return {part: set(values) for part, values in state["state"].items()}
+
+    whole = ["gate_w.exp_avg", "gate_w.exp_avg_sq", "gate_w.step"]
+    both = [*whole, "gate_v.exp_avg", "gate_v.exp_avg_sq"]
+    continues = {"gate_w": {"exp_avg", "exp_avg_sq", "step"}, "gate_v": {"exp_avg", "exp_avg_sq"}}
+    # what a user has added since need not be there
+    assert left_of(both) == continues
+    assert left_of([*both, "gate_w.slow_weights"])["gate_w"] > continues["gate_w"]
+    lacking = both[:-1]
+    with pytest.raises(ConfigurationError, match="gate: exp_avg_sq is of a part of the weight"):
+        left_of(lacking)
+    assert left_of(lacking, "exp_avg_sq") == {"gate_w": set(), "gate_v": set()}
