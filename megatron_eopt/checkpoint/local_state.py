@@ -48,12 +48,15 @@ def save(storage: Any, main: str | None, names: Names) -> dict[str, Any]:
     if is_whole:
         prepare([storage], is_loading=False)
     result: dict[str, Any] = storage.state_dict()
-    inner, by_group = inner_of(result), _names_by_group(storage, names)
+    inner = inner_of(result)
     if is_whole:
-        inner = named(inner, by_group)
+        inner = named(inner, _names_by_group(storage, names))
         result = {**result, "optimizer": inner} if "optimizer" in result else inner
-    for group, its in zip(inner["param_groups"], by_group, strict=True):
-        group |= {} if is_whole else {PARAM_NAMES: its}
+    elif storage.in_buffers:
+        of_groups = _names_by_group(storage, names)
+        for group, its in zip(inner["param_groups"], of_groups, strict=True):
+            group[PARAM_NAMES] = its
+    for group in inner["param_groups"]:
         if group.get("optimizer") == main:
             group.pop("optimizer", None)
     if MAINS in result:

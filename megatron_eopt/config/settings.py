@@ -44,7 +44,8 @@ class RunSettings:
     # all fields, with values of the declared types; those that the caller's configuration lacks act
     # like megatron-core. It is passed on to megatron-core's classes, too
     config: Any = field(repr=False, compare=False)
-    original: Any = field(repr=False, compare=False)  # the caller's, perhaps the same object
+    # the caller's, perhaps the same object; like megatron-core's, steps read its present values
+    original: Any = field(repr=False, compare=False)
     # the 16-bit type of weights, which then have float32 main copies; None for float32
     half: Literal["bf16", "fp16"] | None
     loss_scale: LossScale | None
@@ -61,23 +62,6 @@ class RunSettings:
         config = copy.copy(self.config)
         vars(config).update(fields)
         return replace(self, config=config)
-
-    # like megatron-core's, steps read the present values of the caller's configuration
-
-    @property
-    def clip_grad(self) -> float:
-        """Largest gradient norm after clipping; 0 turns clipping off."""
-        return float(self.original.clip_grad)
-
-    @property
-    def grad_norm_skip_threshold(self) -> float:
-        """Gradient norm above which a step is skipped."""
-        return float(self.original.grad_norm_skip_threshold)
-
-    @property
-    def log_num_zeros_in_grad(self) -> bool:
-        """Whether to count the zeros in gradients."""
-        return bool(self.original.log_num_zeros_in_grad)
 
 
 @dataclass(frozen=True, kw_only=True)

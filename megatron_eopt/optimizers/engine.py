@@ -1,7 +1,7 @@
 """Computes on whole matrices that are stored in shards: redistribute, compute, send back."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
@@ -184,7 +184,7 @@ class MatrixEngine:
         ``load`` returns contiguous directions by shard name. ``store`` takes their updates, in the
         same shapes and dtypes. ``side`` is as in :meth:`Redistribution.run`.
         """
-        self.redistribution.run(load, self._compute, store, side)
+        self.redistribution.run(load, self.compute, store, side)
 
     def updates(self, directions: Sequence[Tensor]) -> list[Tensor]:
         """Return every shard's update, float32 in the shape of its direction; collective.
@@ -212,28 +212,33 @@ class MatrixEngine:
             return 1
         return max(1, self.wave_elements // math.prod(shape))
 
-    def _compute(self, batch: WaveBatch) -> None:
-        # Skipped matrices were computed before the step (step_checks.py), which also puts in their
-        # updates. Runs of neighbours are views of the stack, others would be copies.
+    def compute(self, batch: WaveBatch) -> None:
+        """Replace a batch's directions by updates, as :class:`Redistribution` asks."""
+        first = batch.matrices[0]
+        reduce = self._reduce_of[first]
+        rows, cols = batch.tensor.shape[-2:]
+        # in blockwise mode, a piece is scaled as a matrix of its own
+        shape = (rows, cols) if self.blockwise else self._shapes[first]
+        for part in self._left_of(batch) if self.skipped else (batch,):
+            if self._batched or len(part.matrices) == 1:
+                self._update(part.tensor, part.matrices, reduce, shape)
+                continue
+            for index, matrix in zip(part.matrices, part.tensor, strict=True):
+                self._update(matrix.unsqueeze(0), (index,), reduce, shape)
+
+    def _left_of(self, batch: WaveBatch) -> Iterator[WaveBatch]:
+        """Yield the parts of a batch without skipped matrices.
+
+        These were computed before the step (step_checks.py), which also puts in their updates. Runs
+        of neighbours are views of the stack, others would be copies.
+        """
         computed = [matrix not in self.skipped for matrix in batch.matrices]
         for is_computed, places in groupby(range(len(computed)), computed.__getitem__):
             if is_computed:
                 # twice, so that a run of one has a first and a last, too
                 first, *_, last = (*places,) * 2
                 matrices = batch.matrices[first : last + 1]
-                self._compute_stack(WaveBatch(matrices, batch.tensor[first : last + 1]))
-
-    def _compute_stack(self, batch: WaveBatch) -> None:
-        first = batch.matrices[0]
-        reduce = self._reduce_of[first]
-        rows, cols = batch.tensor.shape[-2:]
-        # in blockwise mode, a piece is scaled as a matrix of its own
-        shape = (rows, cols) if self.blockwise else self._shapes[first]
-        if self._batched or len(batch.matrices) == 1:
-            self._update(batch.tensor, batch.matrices, reduce, shape)
-            return
-        for index, matrix in zip(batch.matrices, batch.tensor, strict=True):
-            self._update(matrix.unsqueeze(0), (index,), reduce, shape)
+                yield WaveBatch(matrices, batch.tensor[first : last + 1])
 
 
 class _Sum:

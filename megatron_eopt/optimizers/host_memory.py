@@ -72,19 +72,20 @@ class HostMemory:
         self._coming: dict[Tensor, dict[_Path, Tensor]] = {}
         self._homes: dict[Tensor, dict[_Path, Tensor]] = {}  # host tensors of what is on the device
 
-    def run(
+    @contextmanager
+    def moving(
         self,
-        run: Callable[[LoadT, StoreT], None],
         load: LoadT,
         store: StoreT,
         params_of: Callable[[Iterable[str]], list[Tensor]],
         arriving: Callable[[int], Sequence[str]],
         state: Any,
-    ) -> None:
-        """Run all waves; fetch what each needs, and write back what it changes.
+    ) -> Iterator[tuple[LoadT, StoreT]]:
+        """Run all waves in a block; fetch what each needs, and write back what it changes.
+
+        The block gets the functions to load and store that do so.
 
         Args:
-            run: Runs all waves, given functions to load and store.
             load: See :data:`LoadT`.
             store: See :data:`StoreT`.
             params_of: Returns the tensors with the given names.
@@ -103,7 +104,7 @@ class HostMemory:
 
         # a step that failed may have left outdated prefetches
         self._coming.clear()
-        run(fetch_and_load, store_and_write_back)
+        yield fetch_and_load, store_and_write_back
         self.settle()
 
     def announce(self, params: Iterable[Tensor], state: Any) -> None:

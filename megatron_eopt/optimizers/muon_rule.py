@@ -19,6 +19,7 @@ Note [The way of a gradient]
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -218,14 +219,14 @@ class MuonRule(UpdateRule):
         self._end(stepped)
 
     def _stepped(self, groups: Sequence[ParamGroup], state: State) -> dict[int, Stepped]:
-        if not all(MOMENTUM in state[param] for _, param, _ in self.numbered(groups)):
-            # as torch's optimizers do, since a user may have cleared the state
-            self.init(groups, state)
-        return {
-            number: Stepped(number, group, param, state[param])
-            for group, param, number in self.numbered(groups)
-            if param.grad is not None
-        }
+        stepped = {}
+        for group, param, number in self.numbered(groups):
+            if MOMENTUM not in state[param]:
+                # as torch's optimizers do, since a user may have cleared the state
+                self.init(groups, state)
+            if param.grad is not None:
+                stepped[number] = Stepped(number, group, param, state[param])
+        return stepped
 
     def look_ahead(
         self, numbers: Sequence[int], groups: Sequence[ParamGroup], state: State
@@ -292,8 +293,13 @@ class MuonRule(UpdateRule):
 
         # off-loaded tensors have streams of their own
         side = self._side if self.host is None else None
-        run = functools.partial(self.engine.run, side=side)
-        self._run_waves(run, load, store, params, state)
+        moving = (
+            nullcontext((load, store))
+            if self.host is None
+            else self.host.moving(load, store, params, self.engine.redistribution.arriving, state)
+        )
+        with moving as (load_moved, store_moved):
+            self.engine.redistribution.run(load_moved, self.engine.compute, store_moved, side)
         self._squares.clear()  # left of matrices that the engine skipped
         if self._totals is not None:
             # of all shards, because the all-reduce must have the same size on all ranks

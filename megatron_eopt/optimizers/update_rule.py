@@ -58,7 +58,6 @@ from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.base.nested_state import put
 from megatron_eopt.layouts import Redistribution
-from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings
 from megatron_eopt.optimizers.modes import Schedule
@@ -196,20 +195,6 @@ class UpdateRule:
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters of ``groups``; collective."""
         raise NotImplementedError
-
-    def _run_waves(
-        self,
-        run: Callable[[LoadT, StoreT], None],
-        load: LoadT,
-        store: StoreT,
-        params_of: Callable[[Iterable[str]], list[Tensor]],
-        state: State,
-    ) -> None:
-        """Run all waves, each with its tensors on the device; see :meth:`HostMemory.run`."""
-        if self.host is None or self.redistribution is None:
-            run(load, store)
-        else:
-            self.host.run(run, load, store, params_of, self.redistribution.arriving, state)
 
     def is_sharded_like_param(self, kind: str, value: Any) -> bool:
         """Whether a state value has one element per element of the parameter."""

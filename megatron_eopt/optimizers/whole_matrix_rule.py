@@ -8,6 +8,7 @@ Owners keep no weights between steps. Matrices of equal shape in a wave are upda
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import ELEMENT_WISE_STATE, STEP
 from megatron_eopt.base.nested_state import by_rows, leaves
 from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
-from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings
 from megatron_eopt.optimizers.modes import Schedule, plan_work
@@ -291,10 +291,15 @@ class WholeMatrixRule(UpdateRule):
                 new = [value.view_as(p) for value, p in zip(results.values(), own, strict=True)]
                 torch._foreach_copy_(own, new)
 
-        def run(load: LoadT, store: StoreT) -> None:
-            self.redistribution.run(load, compute, store)
-
-        self._run_waves(run, load, store, weights, self.owned_state)
+        moving = (
+            nullcontext((load, store))
+            if self.host is None
+            else self.host.moving(
+                load, store, weights, self.redistribution.arriving, self.owned_state
+            )
+        )
+        with moving as (load_moved, store_moved):
+            self.redistribution.run(load_moved, compute, store_moved)
 
     def _lay_out(self, batch: WaveBatch) -> dict[int, tuple[nn.Parameter, Tensor]]:
         """Make owned parameters use the matrices of a batch; return both by matrix index."""

@@ -49,8 +49,9 @@ def gather_buckets(model_chunk: Any, *, now: bool = False) -> None:
 
 def finish_gathers(model_chunks: Iterable[Any]) -> None:
     """Wait for bucket gathers in progress, before anything else is written to the buckets."""
-    kinds = ("bucket_groups", "expert_parallel_bucket_groups")
-    for group in (g for chunk in model_chunks for kind in kinds for g in getattr(chunk, kind, ())):
-        if group.param_gather_handle is not None:
-            # the next bucket would be gathered with the weights from before
-            group.finish_param_sync(skip_next_bucket_dispatch=True)
+    for chunk in model_chunks:
+        for kind in ("bucket_groups", "expert_parallel_bucket_groups"):
+            for group in getattr(chunk, kind, ()):
+                if group.param_gather_handle is not None:
+                    # the next bucket would be gathered with the weights from before
+                    group.finish_param_sync(skip_next_bucket_dispatch=True)

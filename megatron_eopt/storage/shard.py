@@ -11,7 +11,7 @@ Note [Shards]
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -83,7 +83,7 @@ class Shard:
         """What this rank stores of all logical matrices."""
         return Boxes.join([layout.piece(self.ranks.rank) for layout in self.layouts])
 
-    @property
+    @cached_property
     def matrix_names(self) -> tuple[str, ...]:
         """Names of the logical matrices: the parameter's, and the matrix's if it has several."""
         if len(self.layouts) == 1:

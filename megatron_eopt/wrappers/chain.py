@@ -44,6 +44,8 @@ from megatron_eopt.wrappers.overlap import Overlap
 from megatron_eopt.wrappers.stats import Stats
 from megatron_eopt.wrappers.zero1.optimizer import BUFFER_PARAMS
 
+_NORM_GROUPS: Sequence[str] = require_upstream("SEPARATE_GRAD_NORM_GROUPS")
+
 
 class OptimizerChain(ChainedOptimizer):
     """megatron-core's chain, with one loss scale and one gradient norm for all its optimizers.
@@ -161,41 +163,43 @@ class OptimizerChain(ChainedOptimizer):
                 tensor, the next step raises the error.
         """
         with self._stats.collecting() if self.collects_stats else nullcontext():
-            return self._measured_step()
-
-    def _measured_step(self) -> tuple[bool, Any, float | None]:
-        overflowed = self.prepare_grads()
-        # an error of the last step is raised even if this step is skipped
-        self.read_late()
-        self._found_inf = None
-        if overflowed:
-            self.skipped_steps += 1
-            return False, None, None
-        # the flag whether gradients have changed is summed with the norm, in one all-reduce
-        norms = self.norms(None if self._overlap is None else self._overlap.join())
-        check = None if self.step_checks is None else self.step_checks.due(self._steps_done)
-        # the host of a step that is checked waits anyway
-        late = check is None and self._may_read_late(norms)
-        found: Any = norms[None].value if late else self._read(norms)
-        if self._overlap is not None and self._overlap.has_looked:
-            # with the verdict on the norm, the host launches one of two ways to step
-            norm, changed = norms[None].with_flag()
-            if changed or not self._keeps(norm):
-                self._overlap.forget()
-        # with a norm for each of several groups, the factor differs by parameter, and cannot be
-        # folded
-        with clipped(self.chained_optimizers, self.settings.clip_grad, norms, fold=len(norms) == 1):
-            # after clipping, as in megatron-core
-            zeros = self.count_zeros() if self.settings.log_num_zeros_in_grad else None
-            if not late and self.is_above_skip_threshold(found):
+            overflowed = self.prepare_grads()
+            # an error of the last step is raised even if this step is skipped
+            self.read_late()
+            self._found_inf = None
+            if overflowed:
                 self.skipped_steps += 1
-                return False, found, zeros
-            with check or nullcontext():
-                done = self.step_with_ready_grads()
-        if late:
-            norms[None].send()
-            self._unread = norms
-        return done, found, zeros
+                return False, None, None
+            # the flag whether gradients have changed is summed with the norm, in one all-reduce
+            norms = self.norms(None if self._overlap is None else self._overlap.join())
+            check = None if self.step_checks is None else self.step_checks.due(self._steps_done)
+            # the host of a step that is checked waits anyway
+            late = check is None and self._may_read_late(norms)
+            found: Any = norms[None].value if late else self._read(norms)
+            if self._overlap is not None and self._overlap.has_looked:
+                # with the verdict on the norm, the host launches one of two ways to step
+                norm, changed = norms[None].with_flag()
+                if changed or not self._keeps(norm):
+                    self._overlap.forget()
+            # with a norm for each of several groups, the factor differs by parameter, and cannot be
+            # folded
+            with clipped(
+                self.chained_optimizers,
+                self.settings.original.clip_grad,
+                norms,
+                fold=len(norms) == 1,
+            ):
+                # after clipping, as in megatron-core
+                zeros = self.count_zeros() if self.settings.original.log_num_zeros_in_grad else None
+                if not late and self.is_above_skip_threshold(found):
+                    self.skipped_steps += 1
+                    return False, found, zeros
+                with check or nullcontext():
+                    done = self.step_with_ready_grads()
+            if late:
+                norms[None].send()
+                self._unread = norms
+            return done, found, zeros
 
     def _has_copies(self) -> bool:
         groups = [child.get_grad_stats_parallel_group() for child in self.chained_optimizers]
@@ -219,7 +223,7 @@ class OptimizerChain(ChainedOptimizer):
 
     def _may_read_late(self, norms: Mapping[str | None, GradNorm]) -> bool:
         """Return whether a step can run before the host knows its norms."""
-        reads = len(norms) > 1 or math.isfinite(self.settings.grad_norm_skip_threshold)
+        reads = len(norms) > 1 or math.isfinite(self.settings.original.grad_norm_skip_threshold)
         return (
             self.reads_norms_late
             and not reads
@@ -233,7 +237,7 @@ class OptimizerChain(ChainedOptimizer):
 
     def _keeps(self, norm: float) -> bool:
         """Return whether gradients of this norm are neither clipped nor skipped."""
-        most = self.settings.clip_grad
+        most = self.settings.original.clip_grad
         return norm + 1e-6 <= (most or math.inf) and not self.is_above_skip_threshold(norm)
 
     @torch.no_grad()
@@ -308,7 +312,7 @@ class OptimizerChain(ChainedOptimizer):
             None,
             # megatron-core's answer is collective the first time, so all ranks ask in the same
             # order
-            *filter(self.has_grad_norm_group, require_upstream("SEPARATE_GRAD_NORM_GROUPS")),
+            *filter(self.has_grad_norm_group, _NORM_GROUPS),
         )
         parts, differ = self.chained_optimizers, self._copies_may_differ
         return {
@@ -330,7 +334,7 @@ class OptimizerChain(ChainedOptimizer):
 
     def is_above_skip_threshold(self, norm: float) -> bool:
         """Return whether steps with this gradient norm are skipped; False for nan."""
-        return norm > self.settings.grad_norm_skip_threshold
+        return bool(norm > self.settings.original.grad_norm_skip_threshold)
 
     def state_dict(self) -> Any:
         """Return this rank's state; only ``sharded_state_dict`` has state of ZeRO-1 fragments."""

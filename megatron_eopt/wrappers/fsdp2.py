@@ -116,10 +116,10 @@ def build_optimizer(
         routing = _route(settings, model, config_overrides, outputs)
         frozen = Frozen([model])
     log_routing(settings, routing)
-    if settings.clip_grad and is_rank_0():
+    if settings.config.clip_grad and is_rank_0():
         clip = "optimizer.clip_grad_norm" if managing else "torch.nn.utils.clip_grad_norm_"
         text = "clip_grad=%s is not applied. Call %s in your training loop, or set clip_grad=0."
-        logger.info(text, settings.clip_grad, clip)
+        logger.info(text, settings.config.clip_grad, clip)
     if managing:
         routing = routing.over(megatron_fsdp.shards_of_parameters([model]))
         cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing)

@@ -64,9 +64,8 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
         base: Any = super()
         return base._build_optimizer_group_ranges(param_groups, gbuf_ranges)
 
-    def step_in_chain(self) -> bool:
-        """Step, for a chain that gathers parameters once all its members have stepped."""
-        return super().step_with_ready_grads()
+    # for a chain, which gathers parameters once all its members have stepped
+    step_in_chain = Storage.step_with_ready_grads
 
     def step_with_ready_grads(self) -> bool:
         """Step, then gather parameters unless the forward pass does."""

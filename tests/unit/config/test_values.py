@@ -213,7 +213,7 @@ def test_steps_read_the_present_values_of_the_callers_configuration() -> None:
     settings = resolve(config)
     assert type(settings.config.lr) is float
     config.clip_grad = 0.25
-    assert settings.clip_grad == 0.25
+    assert settings.original.clip_grad == 0.25
 
 
 def test_an_output_layer_may_be_one_string() -> None:
