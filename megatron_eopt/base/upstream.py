@@ -54,8 +54,7 @@ _NAMES: dict[str, str] = {
     "_maybe_setup_gpt_to_hybrid_load",
     "megatron.training.wandb_utils": "on_save_checkpoint_success",
     "emerging_optimizers.orthogonalized_optimizers.muon_utils": "_COEFFICIENT_SETS "
-    "get_coefficient_iterator newton_schulz newton_schulz_step_tsyrk",
-    "emerging_optimizers.triton_kernels": "HAS_TRITON_340",
+    "get_coefficient_iterator newton_schulz",
 }
 
 MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -1,7 +1,7 @@
 """Orthogonalization backends: implementations from other packages, chosen by name.
 
 A backend works on *wide* matrices, see :mod:`megatron_eopt.math.newton_schulz`. Known names are
-``emerging_optimizers``, ``syrk``, ``transformer_engine`` and ``gram_newton_schulz``; others can be
+``emerging_optimizers``, ``transformer_engine`` and ``gram_newton_schulz``; others can be
 registered. A missing package or an unsupported option raises an error; there is no silent fallback.
 ``auto`` picks a backend for this machine, see :func:`automatic`.
 """
@@ -22,7 +22,7 @@ from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import is_rank_0
 from megatron_eopt.base.errors import ConfigurationError, check_choice
 from megatron_eopt.base.kernels import SWITCH, Family, is_on
-from megatron_eopt.base.upstream import find_upstream, require_upstream
+from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.math.algorithm import AlgorithmT, IterationPlan
 from megatron_eopt.math.coefficients import Triple
 from megatron_eopt.math.newton_schulz import normalize
@@ -106,25 +106,6 @@ def _emerging_optimizers() -> Backend:
     return Backend(compute)
 
 
-def _syrk() -> Backend:
-    """Return the standard iteration on Triton kernels that compute half of symmetric products."""
-    # the kernels use tensor descriptors
-    _require("syrk", "triton >= 3.4", "'triton>=3.4'", bool(find_upstream("HAS_TRITON_340")))
-    step = require_upstream("newton_schulz_step_tsyrk")
-
-    def compute(
-        wide: Tensor, schedule: tuple[Triple, ...], plan: IterationPlan, eps: float
-    ) -> Tensor:
-        def iterate(x: Tensor) -> Tensor:
-            for a, b, c in schedule:
-                x = step(x, a, b, c)
-            return x
-
-        return _one_by_one(iterate, normalize(wide, eps, plan.dtype))
-
-    return Backend(compute, half=True)
-
-
 def _gram_newton_schulz() -> Backend:
     """Return the package's kernels, which normalise by themselves, in float16 with our restarts."""
     present = find_spec("gram_newton_schulz") is not None
@@ -195,19 +176,17 @@ def transformer_engine(group: dist.ProcessGroup | None = None) -> Backend:
 
 _LOADERS: dict[str, Callable[[], Backend]] = {
     "emerging_optimizers": _emerging_optimizers,
-    "syrk": _syrk,
     "transformer_engine": transformer_engine,
     "gram_newton_schulz": _gram_newton_schulz,
 }
 _LOADED: dict[str, Backend] = {}
-_KERNELS = {"syrk", "transformer_engine", "gram_newton_schulz"}  # that need a GPU
+_KERNELS = {"transformer_engine", "gram_newton_schulz"}  # that need a GPU
 
 
 def automatic() -> str:
     """Return the backend that ``auto`` means on this machine, and log the reason on rank 0.
 
-    gram-newton-schulz was the fastest on an H100. ``syrk`` also beats torch but is never chosen
-    automatically, because it spends minutes tuning hundreds of kernels for each matrix size.
+    gram-newton-schulz was the fastest on an H100.
     """
     name, why = "torch", ""
     if not gpu.is_there():

@@ -32,9 +32,6 @@ COPIES = 10
 TOLERANCES: dict[PrecisionT, float] = {"highest": 1e-4, "medium": 5e-2}
 """Largest relative deviation from the reference; bfloat16 has about two digits."""
 
-SLOW = ("syrk",)
-"""Back ends that first compile hundreds of kernels to choose from, below 5,000 rows."""
-
 
 class Stack(NamedTuple):
     """Matrices of one shape."""
@@ -58,12 +55,9 @@ def run(context: Context) -> Outcome:
     outcome.figures = {"rows": rows}
     until = time.monotonic() + context.seconds - LEFT_S
     every = list(forms())
-    # slow back ends come last, so that they do not use up the time of others
-    for slow in (False, True):
-        chosen = [form for form in every if (form[0] in SLOW) is slow]
-        for stack in SMALL if context.small else LARGE:
-            with outcome.noting(str(stack)):
-                rows += measured(stack, context.device, until, chosen)
+    for stack in SMALL if context.small else LARGE:
+        with outcome.noting(str(stack)):
+            rows += measured(stack, context.device, until, every)
     outcome.problems += [
         f"{row['backend']} {row['algorithm']} on {row['matrices']}: {row['problem']}"
         for row in rows

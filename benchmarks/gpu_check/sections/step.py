@@ -52,7 +52,7 @@ ARMS = (
 def arms() -> list[Arm]:
     """Return all contestants, with Muon on every installed back end that supports this GPU."""
     found = list(ARMS)
-    # without syrk, whose kernels take minutes to compile, and without what ``auto`` means here
+    # without what ``auto`` means here
     others = ("torch", "gram_newton_schulz", "transformer_engine")
     for name in (other for other in others if other != automatic()):
         with contextlib.suppress(ConfigurationError, ImportError):
