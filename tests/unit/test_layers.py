@@ -97,6 +97,13 @@ def test_imports_go_strictly_down(place):
         assert ORDER.index(name) > ORDER.index(top_of(place)), f"{place} imports {name}, above it"
 
 
+@pytest.mark.parametrize(
+    "place", [p for p in SOURCES if top_of(p) in INSIDE and top_of(p) != "cpu"]
+)
+def test_the_core_knows_nothing_of_what_is_outside(place):
+    assert not imported(SOURCES[place]) & {"cpu", "tools", "conformance", "contrib"}
+
+
 @pytest.mark.parametrize("place", [place for place in SOURCES if place != "launch.py"])
 def test_no_import_of_ours_waits_until_a_function_is_called(place):
     # the launcher's do: what they import depends on the module path that it sets first
