@@ -19,7 +19,7 @@ from megatron_eopt import ConfigurationError, checkpoints
 from megatron_eopt.checkpoint.bucket_order import Entry, Order, boxes_by_order
 from megatron_eopt.checkpoint.buckets import BucketSpace
 from megatron_eopt.checkpoint.keys import split_key
-from megatron_eopt.checkpoint.parameter_space import Section
+from megatron_eopt.checkpoint.parameter_space import SavedSection
 from tests.harness import run_ranks
 from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import (
@@ -168,7 +168,9 @@ def entry(name: str, *shape: int, dim: int = -1, layer: int | None = None, parts
     ones, place = ((), ()) if layer is None else ((1,), (layer,))
     height = shape[0] // parts
     sections = [
-        Section(name, (*ones, height, *shape[1:]), (*place, n * height, *(0 for _ in shape[1:])))
+        SavedSection(
+            name, (*ones, height, *shape[1:]), (*place, n * height, *(0 for _ in shape[1:]))
+        )
         for n in range(parts)
     ]
     return Entry(f"{name}.{layer}", layer, "torch.bfloat16", shape, dim, tuple(sections))
