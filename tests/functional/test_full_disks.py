@@ -1,4 +1,4 @@
-"""A full disk in a save of an own loop is named on all ranks, and the old checkpoint stays.
+"""A full disk in a save is named on all ranks, and the old checkpoint stays.
 
 The disk is real: a file system in memory, which only an administrator can mount.
 """
@@ -14,7 +14,8 @@ from torch import distributed
 
 from megatron_eopt import checkpoints
 from tests.functional.long.test_kills_in_own_loops import LAST, LOOPS, NEW, OLD
-from tests.harness import run_ranks
+from tests.functional.script import losses, train
+from tests.harness import RankError, run_ranks
 
 PAGE = 4096
 
@@ -73,6 +74,22 @@ def test_it_is_named_on_all_ranks(disk, name):
         )
         assert loaded == {OLD}, free
     assert (done[2], last[2]) == ({NEW}, {LAST})
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_the_trainer_names_it(disk, form):
+    run = ["--optimizer", "muon", "--ckpt-format", form, "--save-interval", "2"]
+    run += ["--save", str(disk), "--load", str(disk), "--override-opt_param-scheduler"]
+    train(*run, "--train-iters", "2", timeout=300)
+    fill(disk, 2 * PAGE)
+    with pytest.raises(RankError, match="cannot be saved, because its disk has no space"):
+        train(*run, "--train-iters", "4")
+    (disk / "filler").unlink()
+    output = train(*run, "--train-iters", "4", timeout=300)
+    assert "successfully loaded checkpoint" in output
+    assert len(losses(output)) == 2
+    assert (disk / "latest_checkpointed_iteration.txt").read_text() == "4"
 
 
 def save_nowhere(folder: Path) -> str:
