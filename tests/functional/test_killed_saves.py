@@ -33,7 +33,7 @@ def die_in_a_save(flags: list[str], victim: int, before: int) -> str:
         def hook(event: str, args: tuple[object, ...]) -> None:
             place = str(args[1 if event == "os.rename" else 0]) if args else ""
             writes = event in ("os.rename", "os.mkdir") or (event == "open" and args[1] != "r")
-            if writes and f"/{ITERATION}/" in place and next(left) == 0:
+            if writes and f"{ITERATION}/" in place and next(left) == 0:
                 # the other rank writes its files meanwhile
                 time.sleep(1)
                 # an asynchronous save has a process of its own
