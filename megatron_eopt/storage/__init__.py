@@ -1,6 +1,6 @@
 """What a rank stores of each parameter: what storages and update rules agree on.
 
 A storage says it in shards (:mod:`~megatron_eopt.storage.shard`) and has the methods of
-:class:`~megatron_eopt.storage.interface.Storage`. The storages themselves stand in
+:class:`~megatron_eopt.optimizers.storage.Storage`. The storages themselves stand in
 :mod:`megatron_eopt.wrappers`: ``replicated``, ``zero1``, ``dtensors``, ``parts``.
 """

@@ -1,4 +1,4 @@
-"""The interface of storages for optimizers, checkpoints and chains."""
+"""What storages, update rules and chains hand to each other: stored tensors, copies, buckets."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
