@@ -16,7 +16,14 @@ from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.names import STEP
 from megatron_eopt.checkpoint.continuation import Policy
 from megatron_eopt.checkpoint.saved_groups import take_settings
-from megatron_eopt.checkpoint.state_dicts import Loaded, StateDictMatch, Target, is_users, named
+from megatron_eopt.checkpoint.state_dicts import (
+    Loaded,
+    StateDictMatch,
+    Target,
+    is_users,
+    named,
+    targets_of,
+)
 from megatron_eopt.checkpoint.whole_matrix_state import WholeMatrixState
 from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.math.precision import matmul_precision
@@ -200,14 +207,9 @@ class DTensorOptimizer(ShardedOptimizer):
         Raises:
             ConfigurationError: If state is missing or does not fit.
         """
-        rule_of = {param: update_rule for update_rule, its in self._params.items() for param in its}
-        targets = [
-            [
-                Target.of(param, self.names[param], rule_of[param], group, self.state[param])
-                for param in group["params"]
-            ]
-            for group in self.param_groups
-        ]
+        rule_of = {id(param): rule for rule, its in self._params.items() for param in its}
+        names = [[self.names[param] for param in group["params"]] for group in self.param_groups]
+        targets = targets_of(self.param_groups, names, rule_of, self.state)
         match = StateDictMatch(state_dict, self.param_groups, targets)
         loaded = match.load(policy, self._misfit, has_stepped=self.steps > 0)
         return match, loaded

@@ -21,7 +21,7 @@ from megatron_eopt.checkpoint.saved_groups import (
     inner_of,
     saved_groups,
 )
-from megatron_eopt.checkpoint.state_dicts import StateDictMatch, Target, named
+from megatron_eopt.checkpoint.state_dicts import StateDictMatch, Target, named, targets_of
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.storage.local_tensors import local_of
 
@@ -187,13 +187,7 @@ def _of_whole_parameters(
     optimizer = storage.optimizer
     groups = optimizer.param_groups
     rule_of = {id(main): update_rule for update_rule, _, main in storage.stepped()}
-    targets = [
-        [
-            Target.of(param, name, rule_of[id(param)], group, optimizer.state[param])
-            for param, name in zip(group["params"], its, strict=True)
-        ]
-        for group, its in zip(groups, _names_by_group(storage, names), strict=True)
-    ]
+    targets = targets_of(groups, _names_by_group(storage, names), rule_of, optimizer.state)
     match = StateDictMatch(inner_of(part), groups, targets)
 
     def problem_with(target: Target, key: str, value: Any) -> str | None:

@@ -55,20 +55,28 @@ class Target:
     wanted: Wanted
     counts: bool  # whether its state has a step count
 
-    @classmethod
-    def of(
-        cls,
-        param: Tensor,
-        name: str,
-        update_rule: UpdateRule,
-        group: Mapping[str, Any],
-        state: Mapping[str, Any],
-    ) -> Self:
-        """Return the target that a parameter's state is."""
-        reader = Reader.of(update_rule.name, group)
-        own = {key for key in state if not is_users(reader.name, key)}
-        keys = frozenset(own - {STEP, MOMENTUM_SCALE})
-        return cls(param, Wanted(name, reader, keys, update_rule.optional_state), STEP in own)
+
+def targets_of(
+    groups: Groups,
+    names: Sequence[Sequence[str]],
+    rule_of: Mapping[int, UpdateRule],
+    state: Mapping[Tensor, Mapping[str, Any]],
+) -> list[list[Target]]:
+    """Return the targets of each group, given the names of its parameters.
+
+    ``rule_of`` has the update rule of each parameter, by its id.
+    """
+    found: list[list[Target]] = []
+    for group, its in zip(groups, names, strict=True):
+        found.append([])
+        for param, name in zip(group["params"], its, strict=True):
+            update_rule = rule_of[id(param)]
+            reader = Reader.of(update_rule.name, group)
+            own = {key for key in state[param] if not is_users(reader.name, key)}
+            keys = frozenset(own - {STEP, MOMENTUM_SCALE})
+            wanted = Wanted(name, reader, keys, update_rule.optional_state)
+            found[-1].append(Target(param, wanted, STEP in own))
+    return found
 
 
 def is_users(optimizer: str, key: str) -> bool:
