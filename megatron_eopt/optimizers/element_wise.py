@@ -36,6 +36,8 @@ from megatron_eopt.storage.shard import Ranks
 # packages whose fused Adam has one step count for each group, not one for each parameter
 _COUNT_IN_GROUPS = ("transformer_engine", "apex")
 
+_MAXIMA = "max_exp_avg_sq"
+
 
 class _InOnePass(torch.optim.Adam):
     """Works as torch's Adam with ``fused=True``; can scale gradients, see Note [Coefficients].
@@ -94,6 +96,9 @@ class ElementWiseRule(UpdateRule):
         self.fits_beside = self.folds_clipping
         self._init_state_fn = init_state_fn
         self._config = config
+        if isinstance(optimizer, torch.optim.Adam):
+            # a hook, because megatron-core's wrappers step it, too
+            optimizer.register_step_pre_hook(_add_maxima)
 
     @property
     def coefficient(self) -> Tensor | None:
@@ -144,8 +149,8 @@ class ElementWiseRule(UpdateRule):
             self._step(groups, state)
 
     def _step(self, groups: Sequence[ParamGroup], state: State) -> None:
-        if _lacks_state(groups, state):
-            # a user may have cleared it, or turned on what needs more
+        if not all(state[param] for group in groups for param in group["params"]):
+            # a user may have cleared it
             self.init(groups, state)
         with bound(self._optimizer, groups, state) as optimizer:
             # several update rules may share one optimizer
@@ -204,14 +209,13 @@ class LocalShardRule(ElementWiseRule):
                         )
 
 
-def _lacks_state(groups: Sequence[ParamGroup], state: State) -> bool:
-    """Whether a parameter has no state, or lacks maxima that its group asks for by now."""
-    for group in groups:
-        asks = bool(group.get("amsgrad"))
-        for values in [state[param] for param in group["params"]]:
-            if not values or (asks and "max_exp_avg_sq" not in values):
-                return True
-    return False
+def _add_maxima(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Add the maxima of AMSGrad to states that were created before it was turned on."""
+    for group in optimizer.param_groups:
+        for param in group["params"] if group["amsgrad"] else ():
+            state = optimizer.state.get(param)
+            if state and _MAXIMA not in state:
+                state[_MAXIMA] = torch.zeros_like(param)
 
 
 def _complete(
@@ -220,7 +224,7 @@ def _complete(
     """Add what torch's own optimizers expect in a state that is not empty."""
     names: tuple[str, ...] = ()
     if isinstance(optimizer, torch.optim.Adam):
-        names = (FIRST_MOMENT, "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+        names = (FIRST_MOMENT, "exp_avg_sq", *((_MAXIMA,) if group["amsgrad"] else ()))
         device = param.device if group["capturable"] or group["fused"] else "cpu"
         # a separate tensor for each state, because torch counts in place
         count = state.setdefault(STEP, torch.zeros((), dtype=torch.float32, device=device))
