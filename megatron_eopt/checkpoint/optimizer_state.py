@@ -1,7 +1,7 @@
 """The state of a chain of optimizers, as ``dist_checkpointing`` saves and loads it."""
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -92,8 +92,8 @@ def requested(
     result = states[0] if len(states) == 1 else dict(enumerate(states))
     result[PARAM_STATE] = requests.param_state
     if is_loading:
-        for identity, *names in named:
-            requests.members.setdefault(identity, set()).update(names)
+        for called, *names in named:
+            requests.members.setdefault(called, set()).update(names)
         # it returns from ``dist_checkpointing.load`` in the loaded state dict, where ``load`` finds
         # it
         result[REQUESTS] = LocalNonpersistentObject(requests)
@@ -126,30 +126,38 @@ def complete_buckets(
 def _params_of_groups(
     storages: Sequence[Storage], model_state: Mapping[str, Any]
 ) -> list[tuple[str, str, str]]:
-    """Return identities of groups with keys and names of their parameters; collective."""
+    """Return what groups are called with keys and names of their parameters; collective."""
+    present = [storage for storage in storages if not storage.is_stub_optimizer]
+    called = iter(_called([g for its in present for g in its.optimizer.param_groups]))
     found = []
-    for storage in storages:
+    for storage in present:
         model_of = {id(item.main): item.param for item in storage.main_shards()}
         spaces = parameter_spaces(model_state, model_of.values())
-        for group in storage.optimizer.param_groups if model_of else ():
-            its = (spaces[model_of[id(main)]] for main in group["params"])
-            found += [(identity_of(group), space.key, space.name) for space in its]
+        for group in storage.optimizer.param_groups:
+            its = [spaces[model_of[id(main)]] for main in group["params"] if model_of]
+            name = next(called)
+            found += [(name, space.key, space.name) for space in its]
     return gather_unique(found)
 
 
-def _name_params(groups: Iterable[dict[str, Any]], entries: Sequence[tuple[str, str, str]]) -> None:
+def _called(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the identity of each group, or its number if a caller's group has none."""
+    return [identity_of(group) or str(number) for number, group in enumerate(groups)]
+
+
+def _name_params(groups: Sequence[dict[str, Any]], entries: Sequence[tuple[str, str, str]]) -> None:
     """Write the names of all ranks' parameters into the groups to save.
 
     A stack whose layers or experts are all in one group has one name.
     """
     groups_of: dict[str, set[str]] = {}
-    for identity, key, _ in entries:
-        groups_of.setdefault(key, set()).add(identity)
+    for called, key, _ in entries:
+        groups_of.setdefault(key, set()).add(called)
     named: dict[str, dict[str, None]] = {}
-    for identity, key, name in sorted(entries):
-        named.setdefault(identity, {})[key if len(groups_of[key]) == 1 else name] = None
-    for group in groups:
-        group[PARAM_NAMES] = list(named.get(identity_of(group), ()))
+    for called, key, name in sorted(entries):
+        named.setdefault(called, {})[key if len(groups_of[key]) == 1 else name] = None
+    for group, called in zip(groups, _called(groups), strict=True):
+        group[PARAM_NAMES] = list(named.get(called, ()))
 
 
 def prepare(storages: Sequence[Storage], *, is_loading: bool) -> None:

@@ -201,6 +201,7 @@ class MuonRule(UpdateRule):
         """Whether a state value has one element per element of the parameter."""
         return kind != MOMENTUM_SCALE and super().is_sharded_like_param(kind, value)
 
+    @torch.no_grad()
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters of ``groups``; collective."""
         stepped = self._stepped(groups, state)

@@ -42,8 +42,8 @@ def test_all_ranks_do_the_same(layout, late):
     results = run_ranks(ranks, suffer, Run(**fields), faults, late, timeout=120)
     assert all(outcomes == results[0] for outcomes in results)
     for fault, outcome in zip(faults, results[0], strict=True):
-        # a wrong product is computed again
-        assert (outcome == RIGHT) == (fault.what == "product") or fault.kind == "exponent", fault
+        # a number that is only a little wrong may change nothing
+        assert outcome != RIGHT or fault.kind == "exponent", fault
 
 
 def test_all_ranks_skip_a_large_norm():
