@@ -128,12 +128,14 @@ def measured(matrices: int, rounds: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def rows_of(figures: dict[str, dict[str, dict[str, float]]]) -> Iterator[list[str]]:
-    """Yield the rows of the table."""
-    first = next(iter(figures.values()))
-    for case, arms in first.items():
-        for arm in arms:
-            yield [case, arm, *(f"{by_case[case][arm]:.1f}" for by_case in figures.values())]
+def shown(figures: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Return the table of all figures, by number of matrices."""
+    rows = [
+        [case, arm, *(f"{by_case[case][arm]:.1f}" for by_case in figures.values())]
+        for case, arms in next(iter(figures.values())).items()
+        for arm in arms
+    ]
+    return table(" | ".join(["step", "arm", *(f"{n} matrices, ms:" for n in figures)]), rows)
 
 
 def main() -> None:
@@ -147,8 +149,7 @@ def main() -> None:
         str(size): run_ranks(1, measured, size, options.rounds, cpu=True)[0]
         for size in tqdm(SIZES, desc="sizes")
     }
-    head = " | ".join(["step", "arm", *(f"{size} matrices, ms:" for size in SIZES)])
-    print(table(head, rows_of(figures)))
+    print(shown(figures))
     publish({"milliseconds": figures}, before, options.json)
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks import checkpoints, compiled, many_matrices, wire
+from benchmarks import checkpoints, compiled, host_time, many_matrices, wire
 from benchmarks.about import table
 from benchmarks.machine import commit
 from benchmarks.optimizer_step import measure
@@ -221,6 +221,14 @@ one rank. Weights are small, because the time depends on the number of matrices 
 sizes. Qwen3 has its 48 layers of 128 experts, in 3-D weights. On {many}.
 
 {many_matrices}
+
+## What the host of a step takes
+
+`python -m benchmarks.host_time --json FILE` measures CPU milliseconds of a step on one rank, apart
+from arithmetic: matrices have 32 rows or columns. In "ours, launches", kernels seem to run and do
+nothing, as on a GPU that is far ahead. On {host}.
+
+{host_time}
 """
 
 
@@ -234,7 +242,7 @@ def page() -> str:
     gpu, counted, built = read("gpu_check"), read("counted"), read("compiled")
     over_wire, compared, saved = read("wire"), read("compare_optimizers"), read("checkpoints")
     steps, state_dicts = read("optimizer_step"), read("state_dicts")
-    many = read("many_matrices")
+    many, host = read("many_matrices"), read("host_time")
     sections = gpu["sections"]
     times, sent = sections["step"]["figures"]["milliseconds"], over_wire["steps"]
     return PAGE.format(
@@ -270,6 +278,8 @@ def page() -> str:
         state_dict_table=of_state_dicts(state_dicts["arms"]),
         many=machine(many),
         many_matrices=many_matrices.shown(many),
+        host=machine(host),
+        host_time=host_time.shown(host["milliseconds"]),
     )
 
 
