@@ -163,6 +163,7 @@ class Redistribution:
         self._sources: dict[str, Tensor] = {}
         self._results: dict[str, Tensor] = {}
         self._placed: dict[str, Tensor] = {}
+        self._views: dict[str, tuple[Tensor, Tensor]] = {}  # buffers and places in them
         _check_agreement(group, self.plan.digest, name)
 
     def arriving(self, wave: int) -> Sequence[str]:
@@ -178,7 +179,12 @@ class Redistribution:
         if name not in self._places:
             return None
         wave, start, size = self._places[name]
-        return self._stack(wave).narrow(0, start, size)
+        # a view is made again only if a larger buffer has replaced the one that it shows
+        buffer, view = self._views.get(name, (None, None))
+        if view is None or buffer is not self.buffers.get(self._purpose(wave)):
+            view = self._stack(wave).narrow(0, start, size)
+            self._views[name] = self.buffers[self._purpose(wave)], view
+        return view
 
     def run(
         self, load: LoadT, compute: ComputeWaveT, store: StoreT, side: gpu.SideStream | None = None
@@ -234,9 +240,12 @@ class Redistribution:
 
     def _stack(self, wave: int) -> Tensor:
         """Return the flat tensor in which a wave is computed."""
-        turn = wave % len(self._stack_sizes)
         elements = self.plan.waves[wave].compute_elements
-        return self._buffer(f"compute {turn}", elements, at_least=self._stack_sizes[turn])
+        largest = self._stack_sizes[wave % len(self._stack_sizes)]
+        return self._buffer(self._purpose(wave), elements, at_least=largest)
+
+    def _purpose(self, wave: int) -> str:
+        return f"compute {wave % len(self._stack_sizes)}"
 
     def _is_placed(self, name: str, tensor: Tensor) -> bool:
         """Return whether a tensor is in its place."""
