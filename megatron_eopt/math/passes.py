@@ -210,8 +210,9 @@ def adam_(
     """
     # what the kernel does not know is left to torch
     is_plain = not (largest or group["maximize"] or isinstance(group["lr"], Tensor))
-    every = (*lists, largest or [None] * len(lists[0]))
-    columns = zip(*map(_in_memory_order, zip(*every, strict=True)), strict=True)
+    columns: Any = (*lists, largest or [None] * len(lists[0]))
+    if not all(map(Tensor.is_contiguous, lists[0])):  # type: ignore[arg-type]
+        columns = zip(*map(_in_memory_order, zip(*columns, strict=True)), strict=True)
     for *part, most in _alike(*columns):
         if not (is_plain and _is_served(part)):
             _adam(part, most, coefficient, group, cautious=cautious)
@@ -309,6 +310,11 @@ def _log2(number: float) -> float:
 
 def _alike(*lists: Sequence[Tensor | None]) -> Iterator[list[list[Tensor]]]:
     """Yield the lists cut into parts of equal dtypes; a list of absent tensors becomes empty."""
+    kinds = [{None if t is None else t.dtype for t in tensors} for tensors in lists]
+    if set(map(len, kinds)) == {1}:
+        every: Any = zip(kinds, lists, strict=True)
+        yield [[] if None in its else list(some) for its, some in every]
+        return
     found: dict[Any, list[Any]] = {}
     for members in zip(*lists, strict=True):
         key = tuple([None if member is None else member.dtype for member in members])

@@ -160,7 +160,11 @@ def _grad(param: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_lent(param: Tensor) -> bool:
-    return isinstance(param, DTensor) or _is_rounded(param) or param.is_complex()
+    return isinstance(param, DTensor) or param.dtype not in _STEPPED
+
+
+_STEPPED = (torch.float32, torch.float64)
+"""Dtypes that update rules step themselves."""
 
 
 def _is_rounded(local: Tensor) -> bool:
