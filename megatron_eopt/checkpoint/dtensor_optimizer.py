@@ -87,14 +87,15 @@ class DTensorOptimizer(ShardedOptimizer):
                 entries = owned.entries(groups_of, state)
             self._stand_for(update_rule, [[entry.name for entry in its] for its in entries])
 
-    def take_up_state(self, update_rule: UpdateRule) -> None:
-        """Let an update rule know what users have cleared or replaced in :attr:`state`."""
-        super().take_up_state(update_rule)
+    def _cleared(self, update_rule: UpdateRule) -> Sequence[int]:
+        """Return the shards whose parameters have no keys left that stand for owners' state."""
+        cleared = []
         for number, names in enumerate(self._stands.get(update_rule, ())):
             kept = self.state[self._params[update_rule][number]]
             if names and names.isdisjoint(kept):
-                update_rule.forget_state(number)
+                cleared.append(number)
                 kept.update(dict.fromkeys(names))
+        return cleared
 
     def _step(self) -> None:
         check_may_step(self)

@@ -63,6 +63,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._seen: list[list[int]] = []
         # of the main optimizer: what schedulers such as OneCycleLR look up
         self.defaults = {k: v for g in self.param_groups[:1] for k, v in g.items() if k != "params"}
+        # for each rule of whole matrices, what was in `state` for the parameters of the groups
+        self._entries: dict[UpdateRule, dict[Tensor, dict[str, Any]]] = {}
         self._side = SideStream()
         self._complete = True
 
@@ -137,7 +139,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def take_up_state(self, update_rule: UpdateRule) -> None:
         """Let an update rule know what users have cleared or replaced in :attr:`state`."""
-        update_rule.owned_state |= {param: self.state[param] for param in update_rule.owned_state}
+        before = update_rule.owned_state
+        now = {param: self.state[param] for param in before}
+        # who makes new dictionaries of all values, for example on another device, clears nothing
+        is_rebuilt = any(values and values is not before[param] for param, values in now.items())
+        before |= now
+        for number in self._cleared(update_rule):
+            if not is_rebuilt:
+                update_rule.forget_state(number)
+
+    def _cleared(self, update_rule: UpdateRule) -> Sequence[int]:
+        """Return the shards whose parameters have had their entry of :attr:`state` replaced.
+
+        Only rules of whole matrices need it, whose state users do not find by parameters.
+        """
+        if not update_rule.counts_matrices:
+            return ()
+        numbers = {p: n for _, p, n in update_rule.numbered(self.groups_of(update_rule))}
+        # an owner may store nothing of its matrices, and clear all that it has
+        watched = numbers or [param for group in self.param_groups for param in group["params"]]
+        now = {param: self.state[param] for param in watched}
+        before = self._entries.get(update_rule)
+        self._entries[update_rule] = now
+        if before is None:
+            return ()
+        cleared = [param for param in watched if now[param] is not before.get(param)]
+        if cleared and len(cleared) == len(now):
+            return range(len(update_rule.shards))
+        return [numbers[param] for param in cleared if param in numbers]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise a ConfigurationTypeError, because copies could not step."""

@@ -2,6 +2,7 @@
 
 import copy
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -281,33 +282,93 @@ def new_chain(run, variant):
     return chunk, optimizer
 
 
+def after_reset(run, variant, way):
+    """Return how far a chain's steps after a reset are from a new one's, and the chain."""
+    chunk, optimizer = new_chain(run, variant)
+    before = chain_steps(run, optimizer, chunk, 0, STEPS)
+    for child in optimizer.chained_optimizers:
+        groups = child.optimizer.param_groups
+        way(child.optimizer, [param for group in groups for param in group["params"]])
+    continued = chain_steps(run, optimizer, chunk, STEPS)
+    chunk, _ = new_chain(run, variant)
+    with torch.no_grad():
+        for mine, its in zip(chunk.parameters(), before.values(), strict=True):
+            mine.copy_(its)
+    fresh = get_megatron_optimizer(settings(variant, **run.config), [chunk])
+    for group in fresh.param_groups:
+        group.update(lr=0.02, weight_decay=0.1 * group["wd_mult"])
+    expected = chain_steps(run, fresh, chunk, STEPS)
+    forget_megatron()
+    return far(continued, expected)[0], optimizer
+
+
 @eager
 def chain_resets(name):
     """Return the same for chains of Megatron's training loop."""
-    run, found = CHAINS[name], {}
-    for variant in ("muon",) if name == "overlap" else OF_ALL_KINDS:
-        for way in (cleared, replaced, popped):
-            chunk, optimizer = new_chain(run, variant)
-            before = chain_steps(run, optimizer, chunk, 0, STEPS)
-            for child in optimizer.chained_optimizers:
-                way(child.optimizer, [])
-            continued = chain_steps(run, optimizer, chunk, STEPS)
-            chunk, _ = new_chain(run, variant)
-            with torch.no_grad():
-                for mine, its in zip(chunk.parameters(), before.values(), strict=True):
-                    mine.copy_(its)
-            optimizer = get_megatron_optimizer(settings(variant, **run.config), [chunk])
-            for group in optimizer.param_groups:
-                group.update(lr=0.02, weight_decay=0.1 * group["wd_mult"])
-            fresh = chain_steps(run, optimizer, chunk, STEPS)
-            found[variant, way.__name__] = far(continued, fresh)[0]
-            forget_megatron()
-    return found
+    return {
+        (variant, way.__name__): after_reset(CHAINS[name], variant, way)[0]
+        for variant in (("muon",) if name == "overlap" else OF_ALL_KINDS)
+        for way in (cleared, replaced, popped, deleted, assigned)
+    }
 
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_in_megatrons_loop(name):
     assert not wrong(run_ranks(2, chain_resets, name, timeout=200))
+
+
+EMBEDDING = {"vocabulary": 4096, "untied": False}
+WHOLE = ("soap", "psgd_pro", "scion", "muon_hyperball")
+
+
+@eager
+def resets_of_owners():
+    """Return the same where one of two ranks stores only a part of the embedding."""
+    run, found, owners = replace(CHAINS["ZeRO-1"], model=EMBEDDING), {}, set()
+    for variant in WHOLE:
+        for way in (deleted, assigned):
+            found[variant, way.__name__], chain = after_reset(run, variant, way)
+            (child,) = chain.chained_optimizers
+            for rule in child.update_rules:
+                if rule.owned_state and not any(rule.numbered(child.groups_of(rule))):
+                    owners.add(variant)
+    return found, owners
+
+
+def test_of_owners_that_store_none_of_their_matrices():
+    found, owners = zip(*run_ranks(2, resets_of_owners, timeout=200), strict=True)
+    assert {"soap", "psgd_pro"} <= set().union(*owners)
+    assert not wrong(found)
+
+
+def unchanged(optimizer):
+    pass
+
+
+def copied_state(optimizer):
+    copies = {param: dict(values) for param, values in optimizer.state.items()}
+    optimizer.state = defaultdict(dict, copies)
+
+
+@eager
+def copies_of_state():
+    """Return how far steps with a copy of the state are from those with the state itself."""
+    run, found = CHAINS["ZeRO-1"], {}
+    for variant in OF_ALL_KINDS:
+        results = []
+        for way in (unchanged, copied_state):
+            chunk, optimizer = new_chain(run, variant)
+            chain_steps(run, optimizer, chunk, 0, STEPS)
+            for child in optimizer.chained_optimizers:
+                way(child.optimizer)
+            results.append(chain_steps(run, optimizer, chunk, STEPS))
+            forget_megatron()
+        found[variant] = far(*results)[0]
+    return found
+
+
+def test_a_copy_of_the_state_is_the_state():
+    assert not wrong(run_ranks(2, copies_of_state, timeout=200))
 
 
 LATE = {
