@@ -6,10 +6,12 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import distributed
 
 from megatron_eopt.tools.explain import explain
@@ -41,6 +43,28 @@ def die_in_a_save(flags: list[str], victim: int, before: int) -> str:
 
         sys.addaudithook(hook)
     return _run_once(flags)
+
+
+def die_when_the_manager_runs(flags: list[str], noted: Path) -> str:
+    """Train; the rank notes megatron-core's manager process of its first save and is killed."""
+
+    def watch() -> None:
+        while (queue := filesystem_async._results_queue) is None:
+            time.sleep(0.01)
+        # the manager's own threads have started by the time that it has a queue
+        noted.write_text(str(queue._manager._process.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return _run_once(flags)
+
+
+def runs(process: int) -> bool:
+    """Return whether a process runs; one that has ended but was not waited for has no command."""
+    try:
+        return bool(Path(f"/proc/{process}/cmdline").read_bytes())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def save_over(folder: Path, flags: list[str], victim: int = 1, before: int = 0) -> None:
@@ -91,11 +115,28 @@ def test_the_old_content_is_loaded_after_an_asynchronous_save(tmp_path, form, vi
 
 
 @pytest.mark.long
+def test_the_manager_of_asynchronous_saves_ends_with_a_killed_rank(tmp_path):
+    flags = [*TINY, *SAVE, *FORMATS["torch_dist"], *ASYNC, "--save", str(tmp_path / "run")]
+    noted = tmp_path / "process"
+    try:
+        # a manager that stays keeps the rank's pipes open, so that the harness waits in vain
+        with pytest.raises(RankError, match="exit code -9"):
+            run_ranks(1, die_when_the_manager_runs, flags, noted, timeout=40, cpu=False)
+        deadline = time.monotonic() + 20
+        while runs(int(noted.read_text())) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not runs(int(noted.read_text()))
+    finally:
+        if noted.exists() and runs(int(noted.read_text())):
+            os.kill(int(noted.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.long
 def test_a_first_save_that_was_killed_is_no_checkpoint(tmp_path):
     flags = FORMATS["torch"]
     save_over(tmp_path, flags, *KILLS["torch"])
-    assert (tmp_path / ITERATION / "mp_rank_00" / "model_optim_rng.pt").exists()
-    with pytest.raises(RankError, match="has not finished"):
+    assert list(tmp_path.glob(f"*{ITERATION}/*/mp_rank_00/model_optim_rng.pt"))
+    with pytest.raises(RankError, match=f"{ITERATION}': does not exist"):
         train(*flags, "--load", str(tmp_path), "--ckpt-step", "2", timeout=300)
     # the same command starts anew
     again = ["--save", str(tmp_path), "--load", str(tmp_path)]
