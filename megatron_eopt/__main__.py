@@ -3,13 +3,15 @@
 import gc
 import importlib
 import logging
+import os
 import sys
 import warnings
+from typing import NoReturn
 
 from rich.console import Console
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Run the command; see :func:`megatron_eopt.tools.command.main`."""
     # what packages say while they are imported concerns trainings
     warnings.simplefilter("ignore")
@@ -21,9 +23,10 @@ def main() -> int:
     gc.enable()
     status: int = command.main()
     # the system frees a large model faster than Python, which would look through it for cycles
-    gc.freeze()
-    return status
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import param_and_grad_buffer
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import (
@@ -62,6 +63,13 @@ _LIKE_CPUS = [
     Patch(scalar, "detect_fake_mode", lambda: None),
 ]
 
+_LEFT_OUT = [
+    Patch(param_and_grad_buffer, name, lambda _: False)
+    for name in ("is_grouped_tensor_with_quantized_storage",)
+    if hasattr(param_and_grad_buffer, name)
+]
+"""What DDP asks of each weight dozens of times: of a fake tensor, reading its data takes long."""
+
 _COALESCED = ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
 """Collectives for which torch has no implementation with fake tensors."""
 
@@ -111,7 +119,7 @@ def dry_world(
         # device meshes read rank numbers, so their tensors must be real
         Patch(DeviceMesh, "from_group", staticmethod(_with_values(DeviceMesh.from_group))),
         Patch(DeviceMesh, "__init__", _with_values(DeviceMesh.__init__)),
-        *([] if real else [counting_once()]),
+        *([] if real else [counting_once(), *_LEFT_OUT]),
         *(_LIKE_CPUS if like_cpus else []),
     ]
     # real tensors from before the block, or from outside torch, may occur
