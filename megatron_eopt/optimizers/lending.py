@@ -115,7 +115,8 @@ class Lender:
 
 
 def _same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    return len(before) == len(now) and all(map(is_, before.values(), now.values()))
+    # by their keys, too: a user may give a value another name
+    return before.keys() == now.keys() and all(map(is_, before.values(), now.values()))
 
 
 def keep(
