@@ -18,7 +18,7 @@ from megatron_eopt.optimizers.adaptive_rule import RULES
 from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.muon_rule import MuonRule
-from megatron_eopt.storage.shard import Shard
+from megatron_eopt.storage.shard import ParamShard
 
 
 class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
@@ -123,7 +123,9 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
             group.setdefault("beta2", beta2)
             group.setdefault("eps", eps)
 
-    def update_rule_over(self, shards: Sequence[Shard], engine_config: EngineConfig) -> MuonRule:
+    def update_rule_over(
+        self, shards: Sequence[ParamShard], engine_config: EngineConfig
+    ) -> MuonRule:
         """Return an update rule for other shards with this optimizer's settings, in float32."""
         # no teams, because statistics belong to whole matrices
         engine_config = replace(

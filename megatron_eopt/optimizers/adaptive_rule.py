@@ -36,7 +36,7 @@ from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.muon_rule import MuonRule, Stepped
 from megatron_eopt.optimizers.stored_matrices import MatrixSums, StoredMatrices
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UnshardedState
-from megatron_eopt.storage.shard import Shard
+from megatron_eopt.storage.shard import ParamShard
 
 
 class AdaptiveMuonRule(MuonRule):
@@ -49,7 +49,7 @@ class AdaptiveMuonRule(MuonRule):
     folds_clipping = False
 
     def __init__(
-        self, optimizer: Any, shards: Sequence[Shard], engine_config: EngineConfig
+        self, optimizer: Any, shards: Sequence[ParamShard], engine_config: EngineConfig
     ) -> None:
         super().__init__(optimizer, shards, engine_config)
         self._statistics = [

@@ -20,7 +20,7 @@ from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.modes import Schedule, Work, plan_work
 from megatron_eopt.optimizers.teams import Team
-from megatron_eopt.storage.shard import Ranks, Shard
+from megatron_eopt.storage.shard import ParamShard, Ranks
 
 UpdateT = Callable[[Tensor, Sequence[int], ReduceT | None, tuple[int, int]], None]
 """Replaces directions by updates, in place.
@@ -91,7 +91,7 @@ class MatrixEngine:
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[ParamShard],
         update: UpdateT,
         engine_config: EngineConfig | None = None,
         *,

@@ -37,7 +37,7 @@ from megatron_eopt.math.low_precision import (
     scales_for,
 )
 from megatron_eopt.optimizers.stored_matrices import runs_of
-from megatron_eopt.storage.shard import Shard
+from megatron_eopt.storage.shard import ParamShard
 
 ROUNDED_AT_ONCE = 1 << 20
 """Elements rounded at a time, to within a row; each takes about 50 bytes meanwhile."""
@@ -50,7 +50,7 @@ class RoundedMomentum:
     """Stores momenta in fewer bits; see Note [Rounded momentum]."""
 
     def __init__(
-        self, dtype: MomentumDtypeT, shards: Sequence[Shard], device: torch.device | str
+        self, dtype: MomentumDtypeT, shards: Sequence[ParamShard], device: torch.device | str
     ) -> None:
         self._format = FORMATS[dtype]
         self._has_scales = self._format.largest is not None
@@ -163,7 +163,7 @@ class _Rows:
         shared_places: The index of each among all shared blocks; int64 ``(n,)``.
     """
 
-    def __init__(self, shard: Shard, device: torch.device) -> None:
+    def __init__(self, shard: ParamShard, device: torch.device) -> None:
         per_row = -(-shard.split.cols // BLOCK)
         start, row, column, length = runs_of(shard).T
         low, high = column // BLOCK, (column + length - 1) // BLOCK

@@ -36,7 +36,7 @@ from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
 from megatron_eopt.optimizers.muon_rule import WEIGHT_DECAY_METHODS, MuonRule, WeightDecayT
 from megatron_eopt.optimizers.update_rule import loss_of
 from megatron_eopt.optimizers.windows import WindowedMuonRule
-from megatron_eopt.storage.shard import Ranks, Shard, group_by_ranks
+from megatron_eopt.storage.shard import ParamShard, Ranks, group_by_ranks
 from megatron_eopt.storage.slabs import SlabRanks, partition_dim_and_group, row_group, slab
 
 _ARGUMENTS = {
@@ -259,8 +259,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             self._update_rules.append(update_rule)
         return self._update_rules
 
-    def _shards(self) -> dict[Tensor, Shard]:
-        shards: dict[Tensor, Shard] = {}
+    def _shards(self) -> dict[Tensor, ParamShard]:
+        shards: dict[Tensor, ParamShard] = {}
         names: set[str] = set()
         for group in self.param_groups:
             given = group.get("param_names") or [None] * len(group["params"])
@@ -321,7 +321,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         shard = slab("matrix", part, lambda _, shape: whole(shape), cut, rows, self._slab_ranks)
         return self._engine_alone(shard, mode, grad.device).updates([part])[0].to(grad.dtype)
 
-    def _engine_alone(self, shard: Shard, mode: TpModeT, device: torch.device) -> MatrixEngine:
+    def _engine_alone(self, shard: ParamShard, mode: TpModeT, device: torch.device) -> MatrixEngine:
         """Return what computes a single parameter."""
         engine_config = replace(self._engine_config, mode=mode, device=device)
         update = functools.partial(self._orthogonalize_stack, transposed=shard.split.transposed)
@@ -391,7 +391,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         own = ("step", "orthogonalize", "_init_group", *hooks)
         return all(_is_same(cls, name) for name in own)
 
-    def update_rule_over(self, shards: Sequence[Shard], engine_config: EngineConfig) -> MuonRule:
+    def update_rule_over(
+        self, shards: Sequence[ParamShard], engine_config: EngineConfig
+    ) -> MuonRule:
         """Return an update rule for other shards with this optimizer's settings.
 
         Args:
@@ -427,7 +429,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _stack_dtype(self) -> torch.dtype:
         return self.orthogonalization.stack_dtype
 
-    def shard(self, name: str, param: Tensor) -> Shard:
+    def shard(self, name: str, param: Tensor) -> ParamShard:
         """Return this rank's shard of a parameter, with its logical matrices."""
         model = self._model_of.get(param, param)
         cut = partition_dim_and_group(model, self.pg_collection, self.tp_mode)

@@ -37,7 +37,7 @@ from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats
 from megatron_eopt.optimizers.stored_matrices import MatrixSums, StoredMatrices
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
 from megatron_eopt.storage.interface import model_copy_of
-from megatron_eopt.storage.shard import Shard
+from megatron_eopt.storage.shard import ParamShard
 
 WeightDecayT = Literal["decoupled", "l2", "independent"]
 """How weight decay acts: ``decoupled`` shrinks weights by ``lr * weight_decay`` (AdamW,
@@ -77,7 +77,7 @@ class MuonRule(UpdateRule):
     sums_per_matrix = 0
 
     def __init__(
-        self, optimizer: Any, shards: Sequence[Shard], engine_config: EngineConfig
+        self, optimizer: Any, shards: Sequence[ParamShard], engine_config: EngineConfig
     ) -> None:
         super().__init__(type(optimizer).__name__, shards)
         if self._needs_whole_matrices():

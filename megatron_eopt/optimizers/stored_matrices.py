@@ -8,16 +8,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.layouts.boxes import Boxes, Int64Array, ragged_arange
-from megatron_eopt.storage.shard import Shard
+from megatron_eopt.storage.shard import ParamShard
 
 
-def _boxes(shard: Shard) -> tuple[Int64Array, Boxes]:
+def _boxes(shard: ParamShard) -> tuple[Int64Array, Boxes]:
     """Return the boxes that a rank stores of a shard, after each box's matrix index."""
     pieces = [layout.piece(shard.ranks.rank) for layout in shard.layouts]
     return np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces]), Boxes.join(pieces)
 
 
-def runs_of(shard: Shard) -> Int64Array:
+def runs_of(shard: ParamShard) -> Int64Array:
     """Return the contiguous runs that a rank stores of a shard, each in one row of one matrix.
 
     The result is int64 ``(runs, 4)``, sorted by start: start in the tensor, row (counted over all
@@ -36,7 +36,7 @@ def runs_of(shard: Shard) -> Int64Array:
 class StoredMatrices:
     """The logical matrices in a rank's tensor, as strided views."""
 
-    def __init__(self, shard: Shard, device: torch.device) -> None:
+    def __init__(self, shard: ParamShard, device: torch.device) -> None:
         matrix, boxes = _boxes(shard)
         self._count = len(shard.layouts)
         self._numbers = matrix.tolist()
@@ -89,7 +89,7 @@ class MatrixSums:
     """
 
     def __init__(
-        self, shards: Sequence[Shard], device: torch.device, group: dist.ProcessGroup | None
+        self, shards: Sequence[ParamShard], device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
         self.stored = [StoredMatrices(shard, device) for shard in shards]
         self._counts = [len(shard.layouts) for shard in shards]

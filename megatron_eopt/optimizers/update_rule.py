@@ -62,7 +62,7 @@ from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.step_stats import StepStats
-from megatron_eopt.storage.shard import Shard
+from megatron_eopt.storage.shard import ParamShard
 
 OF_GROUPS = "group"
 """First name of the path to a counter that an optimizer keeps in a parameter group."""
@@ -110,7 +110,7 @@ class UpdateRule:
     coefficient: Tensor | None = None
     optional_state: frozenset[str] = frozenset()  # kinds of state that a checkpoint may lack
 
-    def __init__(self, name: str, shards: Sequence[Shard]) -> None:
+    def __init__(self, name: str, shards: Sequence[ParamShard]) -> None:
         self.name = name  # class of the optimizer, for messages
         self.shards = list(shards)
         # for each group, the shard of each parameter; None for parameters of other update rules

@@ -32,7 +32,7 @@ from megatron_eopt.optimizers.update_rule import (
     dry_step,
     step_inside,
 )
-from megatron_eopt.storage.shard import Shard
+from megatron_eopt.storage.shard import ParamShard
 
 _GRAD, _WEIGHT = "grad of ", "weight of "
 
@@ -52,7 +52,7 @@ class WholeMatrixRule(UpdateRule):
         self,
         optimizer: torch.optim.Optimizer,
         init_state_fn: Callable[[], None] | None,
-        shards: Sequence[Shard],
+        shards: Sequence[ParamShard],
         shapes: Sequence[tuple[int, ...]],
         engine_config: EngineConfig,
         fault_in: Callable[[Sequence[Tensor]], str | None] | None = None,

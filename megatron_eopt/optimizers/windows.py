@@ -18,7 +18,7 @@ from megatron_eopt.base.names import MOMENTUM
 from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
 from megatron_eopt.optimizers.muon_rule import MuonRule, Stepped
 from megatron_eopt.optimizers.update_rule import ParamGroup, State
-from megatron_eopt.storage.shard import Shard
+from megatron_eopt.storage.shard import ParamShard
 
 
 class WindowedMuonRule(MuonRule):
@@ -30,7 +30,7 @@ class WindowedMuonRule(MuonRule):
     def __init__(
         self,
         optimizer: Any,
-        shards: Sequence[Shard],
+        shards: Sequence[ParamShard],
         engine_config: EngineConfig,
         windows: Sequence[int],
     ) -> None:

@@ -47,7 +47,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class ParamShard:
     """One parameter as a group of ranks stores it; see Note [Shards].
 
     Raises:
@@ -205,7 +205,7 @@ def box_layouts(split: Split, layout: Layout) -> tuple[Layout, ...]:
     return columns_of(split, found) if split.transposed else tuple(found)
 
 
-def group_by_ranks(shards: Sequence[Shard]) -> list[tuple[Ranks, list[int]]]:
+def group_by_ranks(shards: Sequence[ParamShard]) -> list[tuple[Ranks, list[int]]]:
     """Return the indices of the shards of each group of ranks, in order of first appearance."""
     groups: dict[dist.ProcessGroup | None, tuple[Ranks, list[int]]] = {}
     for number, shard in enumerate(shards):

@@ -12,7 +12,7 @@ from megatron_eopt.base.names import TpModeT
 from megatron_eopt.base.place import whole_shape
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
-from megatron_eopt.storage.shard import Fragment, Ranks, Shard, fragment_layouts, global_name
+from megatron_eopt.storage.shard import Fragment, ParamShard, Ranks, fragment_layouts, global_name
 
 type SplitOf = Callable[[Tensor, tuple[int, ...]], Split]
 """Returns the logical matrices of a parameter, given its unsharded shape."""
@@ -116,7 +116,7 @@ def slab(
     cut: tuple[int, dist.ProcessGroup | None],
     rows: dist.ProcessGroup | None = None,
     slab_ranks: SlabRanks | None = None,
-) -> Shard:
+) -> ParamShard:
     """Return the shard of a local parameter, cut as :func:`partition_dim_and_group` returned.
 
     ``rows`` is its :func:`row_group`; ``slab_ranks`` keeps groups for several parameters.
@@ -137,7 +137,7 @@ def slab(
         fragments = [fragment.of_rows(param, piece) for fragment, (_, piece) in cuts]
     layouts = fragment_layouts(split, dim, size, fragments)
     mine = fragments[ranks.rank]
-    return Shard(
+    return ParamShard(
         name,
         split,
         layouts,

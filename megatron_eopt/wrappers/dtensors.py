@@ -49,8 +49,8 @@ from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.local_tensors import is_in_a_bucket, local_of
 from megatron_eopt.storage.shard import (
     Fragment,
+    ParamShard,
     Ranks,
-    Shard,
     box_layouts,
     fragment_layouts,
     global_name,
@@ -102,7 +102,7 @@ class DTensorShards:
         splits: Sequence[Split],
         group: dist.ProcessGroup | None,
         computed_by: ComputedBy,
-    ) -> list[Shard]:
+    ) -> list[ParamShard]:
         """Return the shards of some parameters; collective over their :meth:`group_of`.
 
         Of several replicas, the one that includes the rank which computes a matrix is the source,
@@ -130,7 +130,7 @@ def _shards(
     splits: Sequence[Split],
     group: dist.ProcessGroup | None,
     computed_by: ComputedBy,
-) -> list[Shard]:
+) -> list[ParamShard]:
     held = _held_by_all(list(params.values()), group)
     layouts = [
         _layouts(name, param, split, group, held[:, number])
@@ -144,7 +144,7 @@ def _shards(
             for its, param in zip(layouts, params.values(), strict=True)
         ]
     return [
-        Shard(
+        ParamShard(
             name,
             split,
             its,
@@ -308,7 +308,7 @@ class ShardSource(Protocol):
         splits: Sequence[Split],
         group: Any,
         computed_by: ComputedBy,
-    ) -> list[Shard]:
+    ) -> list[ParamShard]:
         """Return the shards of some parameters; collective over their group."""
 
 

@@ -20,7 +20,7 @@ from megatron_eopt.layouts import Layout, block_layout
 from megatron_eopt.layouts.plan import sum_of_weights
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import check_dtypes
-from megatron_eopt.storage.shard import Ranks, Shard, box_layouts, global_name
+from megatron_eopt.storage.shard import ParamShard, Ranks, box_layouts, global_name
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.dtensors import build_routed, chain_of_shards
@@ -77,10 +77,10 @@ class PlacedShards:
         splits: Sequence[Split],
         group: dist.ProcessGroup | None,
         computed_by: Callable[[Sequence[Layout]], Sequence[int]],
-    ) -> list[Shard]:
+    ) -> list[ParamShard]:
         """Return the shards of some parameters."""
         return [
-            Shard(
+            ParamShard(
                 name,
                 split,
                 box_layouts(split, self._boxes[param].layout(_whole(param), split.cols, name)),

@@ -27,7 +27,7 @@ from megatron_eopt.optimizers.update_rule import InitState, ParamGroup, UpdateRu
 from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
 from megatron_eopt.routing.groups import Group, param_group
 from megatron_eopt.routing.model import Routing
-from megatron_eopt.storage.shard import Shard
+from megatron_eopt.storage.shard import ParamShard
 from megatron_eopt.wrappers.overrides import own_arguments
 
 type Construct = Callable[[Sequence[ParamGroup]], torch.optim.Optimizer]
@@ -216,7 +216,7 @@ def fault_in(construct: Construct, weights: Sequence[Tensor]) -> str | None:
 def update_rule_over(
     spec: OptimizerSpec,
     groups: Sequence[ParamGroup],
-    shards: Mapping[Tensor, Shard],
+    shards: Mapping[Tensor, ParamShard],
     engine_config: EngineConfig,
     config: Any,
 ) -> UpdateRule:

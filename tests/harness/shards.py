@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.matrices import Split
-from megatron_eopt.storage.shard import Fragment, Ranks, Shard, fragment_layouts
+from megatron_eopt.storage.shard import Fragment, ParamShard, Ranks, fragment_layouts
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class StoredParameter:
         """Elements of the whole parameter."""
         return torch.Size(self.split.shape).numel()
 
-    def shard(self, group: dist.ProcessGroup | None = None) -> Shard:
+    def shard(self, group: dist.ProcessGroup | None = None) -> ParamShard:
         """Return what this rank of ``group`` stores, flat."""
         ranks = Ranks.of(group)
         mine = self.fragments[ranks.rank]
         layouts = fragment_layouts(self.split, self.partition_dim, self.tensor_size, self.fragments)
-        return Shard(self.name, self.split, layouts, ranks, (mine.stop - mine.start,))
+        return ParamShard(self.name, self.split, layouts, ranks, (mine.stop - mine.start,))

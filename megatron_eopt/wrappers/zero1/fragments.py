@@ -11,7 +11,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.place import row_cut, whole_shape
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
-from megatron_eopt.storage.shard import Fragment, Shard, fragment_layouts, global_name
+from megatron_eopt.storage.shard import Fragment, ParamShard, fragment_layouts, global_name
 from megatron_eopt.storage.slabs import SplitOf
 from megatron_eopt.wrappers.zero1.buffers import BufferSet, RankGrid
 
@@ -54,7 +54,7 @@ def ranges_in(buffer_set: BufferSet, names: Mapping[Tensor, str]) -> dict[Tensor
 
 def fragment_of(
     param: Tensor, place: BufferRange, split_of: SplitOf, grid: RankGrid, *, slabs: bool = False
-) -> Shard:
+) -> ParamShard:
     """Return the shard of one parameter that is stored in fragments.
 
     With ``slabs``, each tensor-parallel slab is a parameter of its own, and ``grid`` is its grid.
@@ -91,7 +91,7 @@ def fragment_of(
     ]
     mine = fragments[grid.ranks.rank]
     start, stop = place.held_by(grid.data_ranks[grid.ranks.rank])
-    return Shard(
+    return ParamShard(
         place.name,
         split,
         fragment_layouts(split, dim, size, fragments),

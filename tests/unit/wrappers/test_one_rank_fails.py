@@ -19,7 +19,7 @@ CASES = {"sharded": Case(), "replicated": Case(**runs.REPLICATED, parallel={"pp"
 BUILDING = [
     "megatron_eopt.wrappers.factory.resolve",
     "megatron_eopt.routing.model.route_all",
-    "megatron_eopt.storage.shard.Shard.__post_init__",
+    "megatron_eopt.storage.shard.ParamShard.__post_init__",
 ]
 OF_REPLICATED = ["megatron_eopt.wrappers.replicated.optimizer_specs"]
 OF_SHARDED = [
