@@ -107,8 +107,8 @@ def cases() -> dict[str, Callable[[], object]]:
         }
     for size, kind in ((8192, ""), (8191, ", odd")):
         found |= {
-            f"directions{kind}": _pass("mix", size, (F32, BF16, F32, None, F64)),
-            f"directions, decay{kind}": _pass("mix", size, (F32, BF16, F32, F32, F64)),
+            f"directions{kind}": _pass("momentum_update", size, (F32, BF16, F32, None, F64)),
+            f"directions, decay{kind}": _pass("momentum_update", size, (F32, BF16, F32, F32, F64)),
             f"update{kind}": _pass("update", size, (F32, BF16, BF16)),
             f"Adam{kind}": _pass("adam", size, (F32, F32, F32, BF16, F32, F32)),
         }

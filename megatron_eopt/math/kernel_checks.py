@@ -119,7 +119,7 @@ class _Pass(NamedTuple):
     name: str
     dtypes: tuple[torch.dtype | None, ...]
     numbers: tuple[float, ...]
-    coefficient: float | None = None
+    grad_scale: float | None = None
 
 
 _ADAM = {"lr": 0.25, "betas": (0.75, 0.5), "eps": 0.25, "weight_decay": 0.25}
@@ -130,9 +130,9 @@ _DECAYED = passes.MomentumMixing(momentum=0.25, nesterov=False, decay=0.5).numbe
 _UPDATE = passes.update_numbers(lr=0.25, decay=0.5)
 _CAUTIOUS = passes.update_numbers(lr=0.25, decay=0.5, cautious=True)
 _PASSES = (
-    _Pass("mix", (_F32, _BF16, _F32, None, torch.float64), _MIX, 0.5),
-    _Pass("mix", (_F32, None, _BF16, _F32, None), _DECAYED),
-    _Pass("mix", (_F32, _BF16, _F32, None, None), _MIX, math.nan),
+    _Pass("momentum_update", (_F32, _BF16, _F32, None, torch.float64), _MIX, 0.5),
+    _Pass("momentum_update", (_F32, None, _BF16, _F32, None), _DECAYED),
+    _Pass("momentum_update", (_F32, _BF16, _F32, None, None), _MIX, math.nan),
     _Pass("update", (_F32, _BF16, _BF16), _UPDATE, 1.0),
     _Pass("update", (_F32, None, _F32), _CAUTIOUS),
     _Pass("adam", _OF_ADAM, passes.adam_numbers(_DECOUPLED, cautious=True), 0.5),
@@ -147,7 +147,7 @@ _SIZES = {"aligned": (0, (4096, 64, 2048)), "odd": (1, (5001, 1, 33))}
 def _passes(device: torch.device) -> Iterator[Case]:
     kept: list[Any] = []  # so that each run has addresses of its own
     for kind, case in product(_SIZES, _PASSES):
-        name = f"{case.name} of {kind} tensors, factor {case.coefficient}"
+        name = f"{case.name} of {kind} tensors, factor {case.grad_scale}"
         # an exponential and a root of Adam's are not exact
         most = 1e-6 if case.name == "adam" else 0.0
         run = partial(_passed, case, kind, device, kept)
@@ -158,13 +158,13 @@ def _passes(device: torch.device) -> Iterator[Case]:
 def _passed(
     case: _Pass, kind: str, device: torch.device, kept: list[Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    coefficient = None if case.coefficient is None else torch.tensor(case.coefficient).to(device)
+    grad_scale = None if case.grad_scale is None else torch.tensor(case.grad_scale).to(device)
     found, wanted = _lists(case, kind, device), _lists(case, kind, device)
-    kept += [found, coefficient]
+    kept += [found, grad_scale]
     operator = getattr(torch.ops.megatron_eopt, case.name)
-    operator(*found, coefficient, case.numbers)
-    passes.ON_HOST[case.name](wanted, coefficient, case.numbers)
-    if case.name == "mix" and wanted[4]:
+    operator(*found, grad_scale, case.numbers)
+    passes.ON_HOST[case.name](wanted, grad_scale, case.numbers)
+    if case.name == "momentum_update" and wanted[4]:
         for out, sums in zip(wanted[1], wanted[4], strict=True):
             blocks = torch.split(out.double().square(), passes.BLOCK)
             sums.copy_(torch.stack([block.sum() for block in blocks]))

@@ -4,10 +4,10 @@ On a GPU, a pass is one kernel for all tensors of equal dtypes, which reads and 
 once. Elsewhere it consists of torch functions. Both give the same bits, except for Adam, whose sums
 torch itself rounds differently on GPUs and CPUs.
 
-Note [Coefficients]
-    A pass multiplies gradients by a coefficient (a 0-D float32 tensor) and rounds as if that had
-    been done in place, but leaves the gradients unchanged. If the coefficient is nan, a pass writes
-    nothing. So a step can be launched before the host knows whether it must be skipped.
+Note [Gradient scale]
+    A pass multiplies gradients by ``grad_scale`` (a 0-D float32 tensor) and rounds as if that had
+    been done in place, but leaves the gradients unchanged. If it is nan, a pass writes nothing.
+    So a step can be launched before the host knows whether it must be skipped.
 
 Note [Cautious weight decay]
     A weight decays only where its update does not have the opposite sign, so only where the step
@@ -33,7 +33,7 @@ KERNELS = Family("momentum, weight and Adam updates")
 # torch allows one DEF for a namespace; other modules add to it by FRAGMENT
 _library: Any = torch.library.Library("megatron_eopt", "DEF")  # type: ignore[no-untyped-call]
 _NAMES = {
-    "mix": (
+    "momentum_update": (
         "Tensor(a!)[] momenta, Tensor(b!)[] outs, Tensor[] grads, Tensor[] weights, "
         "Tensor(c!)[] outs_of_sums"
     ),
@@ -47,13 +47,13 @@ _NAMES = {
 
 
 def _launch(name: str, *arguments: Any) -> None:
-    *lists, coefficient, numbers = arguments
+    *lists, grad_scale, numbers = arguments
     module = "megatron_eopt.math.triton_passes"
-    KERNELS.call(lists[0][0], module, "launch", name, lists, coefficient, numbers)
+    KERNELS.call(lists[0][0], module, "launch", name, lists, grad_scale, numbers)
 
 
 def _register(name: str) -> None:
-    _library.define(f"{name}({_NAMES[name]}, Tensor? coefficient, float[] numbers) -> ()")
+    _library.define(f"{name}({_NAMES[name]}, Tensor? grad_scale, float[] numbers) -> ()")
     _library.impl(name, lambda *args: _launch(name, *args), "CompositeExplicitAutograd")
     torch.library.register_fake(f"megatron_eopt::{name}", lambda *_: None, lib=_library)
 
@@ -83,12 +83,12 @@ class MomentumMixing(NamedTuple):
         return 1 - self.momentum, self.momentum if self.nesterov else 1.0, self.decay
 
 
-def mix_(
+def momentum_update_(
     momenta: Sequence[Tensor],
     outs: Sequence[Tensor | None],
     grads: Sequence[Tensor],
     weights: Sequence[Tensor],
-    coefficient: Tensor | None,
+    grad_scale: Tensor | None,
     how: MomentumMixing,
     sums: Sequence[Tensor | None] = (),
 ) -> None:
@@ -100,9 +100,9 @@ def mix_(
     decayed = weights if how.decay else [None] * len(weights)
     for lists in _alike(momenta, outs, grads, decayed, sums or [None] * len(weights)):
         if _is_served(lists[:-1]):
-            torch.ops.megatron_eopt.mix(*lists, coefficient, how.numbers)
+            torch.ops.megatron_eopt.momentum_update(*lists, grad_scale, how.numbers)
         else:
-            _mix(lists[:-1], coefficient, how.numbers)
+            _momentum_update(lists[:-1], grad_scale, how.numbers)
 
 
 def empty_sums(direction: Tensor) -> Tensor | None:
@@ -112,16 +112,16 @@ def empty_sums(direction: Tensor) -> Tensor | None:
     return direction.new_empty(-(-direction.numel() // BLOCK), dtype=torch.float64)
 
 
-def _mix(
-    lists: Sequence[list[Tensor]], coefficient: Tensor | None, numbers: Sequence[float]
+def _momentum_update(
+    lists: Sequence[list[Tensor]], grad_scale: Tensor | None, numbers: Sequence[float]
 ) -> None:
     momenta, outs, grads, weights, *_ = lists
     weight, of_momentum, decay = numbers
-    if coefficient is not None:
+    if grad_scale is not None:
         # reads a number of the device, so here, without our kernels, a GPU's host waits
-        if math.isnan(coefficient):
+        if math.isnan(grad_scale):
             return
-        grads = list(torch._foreach_mul(grads, float(coefficient)))
+        grads = list(torch._foreach_mul(grads, float(grad_scale)))
     if weights and decay:
         grads = list(torch._foreach_add(grads, weights, alpha=decay))
     # `lerp` takes equal dtypes only
@@ -139,7 +139,7 @@ def update_(
     weights: Sequence[Tensor],
     copies: Sequence[Tensor | None],
     updates: Sequence[Tensor],
-    coefficient: Tensor | None,
+    grad_scale: Tensor | None,
     lr: float,
     decay: float,
     *,
@@ -152,9 +152,9 @@ def update_(
     numbers = update_numbers(lr, decay, cautious=cautious)
     for lists in _alike(weights, copies, updates):
         if _is_served(lists):
-            torch.ops.megatron_eopt.update(*lists, coefficient, numbers)
+            torch.ops.megatron_eopt.update(*lists, grad_scale, numbers)
         else:
-            _update(lists, coefficient, numbers)
+            _update(lists, grad_scale, numbers)
 
 
 def update_numbers(
@@ -166,11 +166,11 @@ def update_numbers(
 
 
 def _update(
-    lists: Sequence[list[Tensor]], coefficient: Tensor | None, numbers: Sequence[float]
+    lists: Sequence[list[Tensor]], grad_scale: Tensor | None, numbers: Sequence[float]
 ) -> None:
     weights, copies, updates = lists
     decay, rate, cautious = numbers
-    if coefficient is not None and math.isnan(coefficient):
+    if grad_scale is not None and math.isnan(grad_scale):
         return
     # the addition itself converts updates that are narrower than their weight
     narrow = [
@@ -197,7 +197,7 @@ def _decay_cautiously(weights: Sequence[Tensor], updates: Sequence[Tensor], deca
 def adam_(
     lists: Sequence[Sequence[Tensor | None]],
     largest: list[Tensor],
-    coefficient: Tensor | None,
+    grad_scale: Tensor | None,
     group: Mapping[str, Any],
     *,
     cautious: bool = False,
@@ -215,14 +215,14 @@ def adam_(
         columns = zip(*map(_in_memory_order, zip(*columns, strict=True)), strict=True)
     for *part, most in _alike(*columns):
         if not (is_plain and _is_served(part)):
-            _adam(part, most, coefficient, group, cautious=cautious)
+            _adam(part, most, grad_scale, group, cautious=cautious)
             continue
         one = torch.ones_like(part[-1][0])
         # nan is unequal to itself: a skipped step counts 0, which only the device knows yet
-        done = one if coefficient is None else (coefficient == coefficient).float()
+        done = one if grad_scale is None else (grad_scale == grad_scale).float()
         torch._foreach_add_(part[-1], [done] * len(part[-1]))
         numbers = adam_numbers(group, cautious=cautious)
-        torch.ops.megatron_eopt.adam(*part, coefficient, numbers)
+        torch.ops.megatron_eopt.adam(*part, grad_scale, numbers)
 
 
 def adam_numbers(group: Mapping[str, Any], *, cautious: bool = False) -> tuple[float, ...]:
@@ -236,7 +236,7 @@ def adam_numbers(group: Mapping[str, Any], *, cautious: bool = False) -> tuple[f
 
 
 def _adam_on_host(
-    lists: Sequence[list[Tensor]], coefficient: Tensor | None, numbers: Sequence[float]
+    lists: Sequence[list[Tensor]], grad_scale: Tensor | None, numbers: Sequence[float]
 ) -> None:
     *others, steps = lists
     lr, *_, eps, cautious, beta1, beta2, decay, is_decoupled = numbers
@@ -244,26 +244,26 @@ def _adam_on_host(
     group |= {"decoupled_weight_decay": bool(is_decoupled), "amsgrad": False, "maximize": False}
     # the caller has counted this step, as for a kernel
     counts = [step - 1 for step in steps]
-    _adam([*others, counts], [], coefficient, group, cautious=bool(cautious))
+    _adam([*others, counts], [], grad_scale, group, cautious=bool(cautious))
 
 
-ON_HOST = {"mix": _mix, "update": _update, "adam": _adam_on_host}
+ON_HOST = {"momentum_update": _momentum_update, "update": _update, "adam": _adam_on_host}
 """With what kernels are compared."""
 
 
 def _adam(
     lists: Sequence[list[Tensor]],
     largest: list[Tensor],
-    coefficient: Tensor | None,
+    grad_scale: Tensor | None,
     group: Mapping[str, Any],
     *,
     cautious: bool = False,
 ) -> None:
     weights, firsts, seconds, copies, grads, steps = lists
-    if coefficient is not None:
-        if math.isnan(coefficient):
+    if grad_scale is not None:
+        if math.isnan(grad_scale):
             return
-        grads = list(torch._foreach_mul(grads, float(coefficient)))
+        grads = list(torch._foreach_mul(grads, float(grad_scale)))
     beta1, beta2 = group["betas"]
     kept = ("amsgrad", "lr", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
     settings = {name: group[name] for name in kept} | {"beta1": beta1, "beta2": beta2}

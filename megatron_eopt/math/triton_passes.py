@@ -31,13 +31,13 @@ _TYPES = {
 
 
 @triton.jit
-def _place(programs, table, coefficient, aligned: tl.constexpr):
+def _place(programs, table, grad_scale, aligned: tl.constexpr):
     """Return the index of this program's tensor, and the offsets and mask of its elements."""
     number = tl.load(programs + tl.program_id(0))
     block = tl.load(programs + tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     size = tl.load(table + number)
-    if coefficient is not None:
-        factor = tl.load(coefficient)
+    if grad_scale is not None:
+        factor = tl.load(grad_scale)
         # nan differs from itself; with a size of 0 the mask is empty, and nothing is written
         size = tl.where(factor == factor, size, 0)
     if aligned:
@@ -56,11 +56,11 @@ def _at(table, row, number, dtype: tl.constexpr, aligned: tl.constexpr):
 
 
 @triton.jit
-def _scaled(grads, mask, coefficient, dtype: tl.constexpr):
+def _scaled(grads, mask, grad_scale, dtype: tl.constexpr):
     """Return gradients in float32, multiplied and rounded as an in-place product would be."""
     grad = tl.load(grads, mask=mask).to(tl.float32)
-    if coefficient is not None:
-        grad = (grad * tl.load(coefficient)).to(dtype).to(tl.float32)
+    if grad_scale is not None:
+        grad = (grad * tl.load(grad_scale)).to(dtype).to(tl.float32)
     return grad
 
 
@@ -82,15 +82,17 @@ def _decayed(weight, update, decay, cautious):
 
 
 @triton.jit
-def mix(programs, table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr):
+def momentum_update(
+    programs, table, count, grad_scale, numbers, dtypes: tl.constexpr, aligned: tl.constexpr
+):
     """Update momenta and write directions, and the sum of squares of each block of these.
 
     Lists: momenta, directions, gradients, weights, sums.
     """
-    number, places, mask = _place(programs, table, coefficient, aligned)
+    number, places, mask = _place(programs, table, grad_scale, aligned)
     kept = _at(table, count, number, dtypes[0], aligned) + places
     grads = _at(table, 3 * count, number, dtypes[2], aligned) + places
-    grad = _scaled(grads, mask, coefficient, dtypes[2])
+    grad = _scaled(grads, mask, grad_scale, dtypes[2])
     if dtypes[3] is not None:
         weight = tl.load(_at(table, 4 * count, number, dtypes[3], aligned) + places, mask=mask)
         grad = tl.fma(weight.to(tl.float32), numbers[2], grad)
@@ -115,10 +117,10 @@ def mix(programs, table, count, coefficient, numbers, dtypes: tl.constexpr, alig
 
 @triton.jit
 def update(
-    programs, table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr
+    programs, table, count, grad_scale, numbers, dtypes: tl.constexpr, aligned: tl.constexpr
 ):
     """Decay weights and add updates; lists: weights, 16-bit weights, updates."""
-    number, places, mask = _place(programs, table, coefficient, aligned)
+    number, places, mask = _place(programs, table, grad_scale, aligned)
     weights = _at(table, count, number, dtypes[0], aligned) + places
     step = tl.load(_at(table, 3 * count, number, dtypes[2], aligned) + places, mask=mask)
     if dtypes[2].primitive_bitwidth >= dtypes[0].primitive_bitwidth:
@@ -136,15 +138,15 @@ def update(
 
 
 @triton.jit
-def adam(programs, table, count, coefficient, numbers, dtypes: tl.constexpr, aligned: tl.constexpr):
+def adam(programs, table, count, grad_scale, numbers, dtypes: tl.constexpr, aligned: tl.constexpr):
     """Run an Adam step; lists: weights, both moments, 16-bit weights, gradients, step counts."""
-    number, places, mask = _place(programs, table, coefficient, aligned)
+    number, places, mask = _place(programs, table, grad_scale, aligned)
     steps = tl.load(_at(table, 6 * count, number, dtypes[5], False)).to(tl.float64)
     weights = _at(table, count, number, dtypes[0], aligned) + places
     firsts = _at(table, 2 * count, number, dtypes[1], aligned) + places
     seconds = _at(table, 3 * count, number, dtypes[2], aligned) + places
     grads = _at(table, 5 * count, number, dtypes[4], aligned) + places
-    grad = _scaled(grads, mask, coefficient, dtypes[4])
+    grad = _scaled(grads, mask, grad_scale, dtypes[4])
     weight = tl.load(weights, mask=mask).to(tl.float32)
     grad = tl.fma(weight, numbers[2], grad)
     first = tl.load(firsts, mask=mask).to(tl.float32)
@@ -184,7 +186,7 @@ def _table(device: torch.device, sizes_and_addresses: tuple[int, ...]) -> Table:
 def launch(
     name: str,
     lists: Sequence[Sequence[Tensor]],
-    coefficient: Tensor | None,
+    grad_scale: Tensor | None,
     numbers: Sequence[float],
 ) -> None:
     """Launch the kernel of this name over lists of tensors; all but the first list may be empty.
@@ -209,7 +211,7 @@ def launch(
             _programs(device, counts).on_this_stream(),
             table.on_this_stream(),
             len(rows),
-            coefficient,
+            grad_scale,
             tuple(np.array(numbers, np.float32).tolist()),  # kernels take float32
             dtypes,
             aligned,

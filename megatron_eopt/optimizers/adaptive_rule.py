@@ -44,9 +44,9 @@ class AdaptiveMuonRule(MuonRule):
 
     takes_slabs = True
 
-    # statistics are written without asking the coefficient, so a step must not begin before the
+    # statistics are written whatever the gradient scale is, so a step must not begin before the
     # host knows that it is not skipped
-    folds_clipping = False
+    fuses_grad_scale = False
 
     def __init__(
         self, optimizer: Any, shards: Sequence[ParamShard], engine_config: EngineConfig
@@ -246,7 +246,7 @@ class MatrixMomentRule(AdaptiveMuonRule):
 class NorMuonRule(MatrixMomentRule):
     """NorMuon: divides rows or columns by their root mean squares where a matrix is computed."""
 
-    folds_clipping = True
+    fuses_grad_scale = True
     takes_slabs = True
 
     def __init__(self, *args: Any) -> None:
@@ -292,11 +292,11 @@ class NorMuonRule(MatrixMomentRule):
     def _end(self, stepped: Mapping[int, Stepped]) -> None:
         """Share the new statistics with all ranks, and write them to the states."""
         self._reduce_max(self._new)
-        if self.coefficient is None:
+        if self.grad_scale is None:
             self._flat = self._new
         else:
             # a step with gradients that are not finite changes nothing
-            self._flat = torch.where(self.coefficient.isnan(), self._flat, self._new)
+            self._flat = torch.where(self.grad_scale.isnan(), self._flat, self._new)
         super()._end(stepped)
 
 

@@ -40,13 +40,13 @@ _MAXIMA = "max_exp_avg_sq"
 
 
 class _InOnePass(torch.optim.Adam):
-    """Works as torch's Adam with ``fused=True``; can scale gradients, see Note [Coefficients].
+    """Works as torch's Adam with ``fused=True``; can scale gradients, see Note [Gradient scale].
 
     With ``cautious_weight_decay``, weights decay as Note [Cautious weight decay] of
     :mod:`megatron_eopt.math.passes` says.
     """
 
-    coefficient: Tensor | None = None
+    grad_scale: Tensor | None = None
 
     def __init__(
         self, params: ParamsT, *args: Any, cautious_weight_decay: bool = False, **kwargs: Any
@@ -68,7 +68,7 @@ class _InOnePass(torch.optim.Adam):
             params, grads, firsts, seconds, largest, steps = found
             lists = (params, firsts, seconds, list(map(model_copy_of, params)), grads, steps)
             cautious = self.cautious_weight_decay
-            adam_(lists, largest, self.coefficient, group, cautious=cautious)
+            adam_(lists, largest, self.grad_scale, group, cautious=cautious)
         return loss
 
 
@@ -91,9 +91,9 @@ class ElementWiseRule(UpdateRule):
     ) -> None:
         super().__init__(type(optimizer).__name__, ())
         self._optimizer: Any = optimizer
-        self._coefficient: Tensor | None = None
-        self.folds_clipping = isinstance(optimizer, (Adam, AdamW))
-        self.fits_beside = self.folds_clipping
+        self._grad_scale: Tensor | None = None
+        self.fuses_grad_scale = isinstance(optimizer, (Adam, AdamW))
+        self.fits_beside = self.fuses_grad_scale
         self._init_state_fn = init_state_fn
         self._config = config
         if isinstance(optimizer, torch.optim.Adam):
@@ -101,15 +101,15 @@ class ElementWiseRule(UpdateRule):
             optimizer.register_step_pre_hook(_add_maxima)
 
     @property
-    def coefficient(self) -> Tensor | None:
+    def grad_scale(self) -> Tensor | None:
         """Factor on gradients; the optimizer has it too, since it may step without this rule."""
-        return self._coefficient
+        return self._grad_scale
 
-    @coefficient.setter
-    def coefficient(self, value: Tensor | None) -> None:
-        self._coefficient = value
-        if self.folds_clipping:
-            self._optimizer.coefficient = value
+    @grad_scale.setter
+    def grad_scale(self, value: Tensor | None) -> None:
+        self._grad_scale = value
+        if self.fuses_grad_scale:
+            self._optimizer.grad_scale = value
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create the state of every tensor, each with its own step counter."""
@@ -154,7 +154,7 @@ class ElementWiseRule(UpdateRule):
             self.init(groups, state)
         with bound(self._optimizer, groups, state) as optimizer:
             # several update rules may share one optimizer
-            self.coefficient = self._coefficient
+            self.grad_scale = self._grad_scale
             step_inside(optimizer)
 
     def _step_in_chunks(self, host: HostMemory, groups: Sequence[ParamGroup], state: State) -> None:

@@ -8,8 +8,9 @@ Note [The way of a gradient]
     :meth:`ShardedOptimizer.step`, and that :meth:`MuonRule.step`. This runs the engine, and
     :class:`~megatron_eopt.layouts.Redistribution` calls back for each wave:
 
-    1. ``load``: ``_inputs`` and ``_mixed`` mix gradients into momenta and write directions, by
-       :func:`~megatron_eopt.math.passes.mix_`. These are sent to the ranks that compute them.
+    1. ``load``: ``_inputs`` and ``_momentum_update`` mix gradients into momenta and write
+       directions, by :func:`~megatron_eopt.math.passes.momentum_update_`. These are sent to the
+       ranks that compute them.
     2. ``compute``: the engine calls ``_update`` with stacks of matrices, and ``_orthogonalize``
        calls :mod:`megatron_eopt.math.orthogonalize`.
     3. ``store``: updates are back. ``_apply`` and ``_write`` change weights by
@@ -29,7 +30,7 @@ from torch import Tensor
 from megatron_eopt.base.gpu import SideStream
 from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.math.passes import MomentumMixing, empty_sums, mix_, update_
+from megatron_eopt.math.passes import MomentumMixing, empty_sums, momentum_update_, update_
 from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import RoundedMomentum
@@ -68,7 +69,7 @@ class MuonRule(UpdateRule):
     """
 
     reports_updates = True
-    folds_clipping = True
+    fuses_grad_scale = True
     # whether the `_update` and `_orthogonalize` of this class take slabs of a matrix that several
     # ranks share, by `reduce`; a class that overrides one of them and does not say so gets whole
     # matrices
@@ -164,7 +165,7 @@ class MuonRule(UpdateRule):
     @property
     def _device_of_counts(self) -> torch.device:
         # update rules that read them on the host keep them there, to avoid a synchronization
-        return self.engine.device if self.folds_clipping else torch.device("cpu")
+        return self.engine.device if self.fuses_grad_scale else torch.device("cpu")
 
     @property
     def _counts_steps(self) -> bool:
@@ -211,9 +212,9 @@ class MuonRule(UpdateRule):
         if self._counts_steps and stepped:
             counts = [item.state[STEP] for item in stepped.values()]
             one = torch.ones_like(counts[0])
-            if self.coefficient is not None:
+            if self.grad_scale is not None:
                 # whether the step is skipped may be known on the device only
-                one = (~self.coefficient.isnan()).to(one)
+                one = (~self.grad_scale.isnan()).to(one)
             torch._foreach_add_(counts, [one] * len(counts))
         self._begin(groups, stepped)
         self._run(stepped, state)
@@ -244,7 +245,7 @@ class MuonRule(UpdateRule):
             for n, item in stepped.items()
         }
         # into copies: the step itself will do the same to the state
-        found = self._mixed(stepped, momenta, self.optimizer.nesterov, self._dtype)
+        found = self._momentum_update(stepped, momenta, self.optimizer.nesterov, self._dtype)
         if self.host is not None:
             self.host.write_back(params, state)
             self.host.settle()
@@ -383,13 +384,13 @@ class MuonRule(UpdateRule):
             momenta = {n: item.state[MOMENTUM] for n, item in stepped.items()}
         else:
             momenta = {n: self.rounding.read(n, item.state) for n, item in stepped.items()}
-        found = self._mixed(stepped, momenta, self.optimizer.nesterov, dtype, places)
+        found = self._momentum_update(stepped, momenta, self.optimizer.nesterov, dtype, places)
         if self.rounding is not None:
             new = {n: (item.state, momenta[n]) for n, item in stepped.items()}
             self.rounding.write(self.engine.arrivals[wave], new)
         return found
 
-    def _mixed(
+    def _momentum_update(
         self,
         stepped: Mapping[int, Stepped],
         momenta: Mapping[int, Tensor],
@@ -413,8 +414,8 @@ class MuonRule(UpdateRule):
             weights = [item.param for item in members]
             # settings are read from the group in each step, so that they can be changed meanwhile
             how = self._mixing(group, nesterov)
-            # gradients are not clipped yet: the pass multiplies them by the coefficient
-            mix_(mine, outs, grads, weights, self.coefficient, how, sums)
+            # gradients are not clipped yet: the pass multiplies them by their scale
+            momentum_update_(mine, outs, grads, weights, self.grad_scale, how, sums)
             for item, kept, out in zip(members, mine, outs, strict=True):
                 found[item.number] = kept if out is None else out.view(kept.shape)
         return found
@@ -456,7 +457,7 @@ class MuonRule(UpdateRule):
                 # taken from the tensors, so that nobody copies them again after the step
                 [model_copy_of(param) for param in params],
                 [updates[item.number] for item in members],
-                self.coefficient,
+                self.grad_scale,
                 *self._rates(group),
                 cautious=self.optimizer.cautious_weight_decay,
             )

@@ -41,7 +41,7 @@ Note [Lifetimes]
       ``use_totals`` and ``_apply``. At other times they may be in host memory, which is copied
       without waiting.
     * Gradients and all other state: the whole step. Gradients are not clipped yet if
-      ``folds_clipping`` is set; :attr:`UpdateRule.coefficient` is the factor.
+      ``fuses_grad_scale`` is set; :attr:`UpdateRule.grad_scale` is the factor.
 """
 
 import itertools
@@ -104,10 +104,10 @@ class UpdateRule:
     # whether its passes may run on a stream beside the matrix products of other rules; such a rule
     # must not call collectives
     fits_beside = False
-    folds_clipping = False  # whether it applies clipping itself, by :attr:`coefficient`
+    fuses_grad_scale = False  # whether it applies clipping itself, by :attr:`grad_scale`
     # factor on gradients, a 0-D tensor; nan skips the step, None is 1; the chain sets it for a step
     # (`clipped` of wrappers/gradients.py)
-    coefficient: Tensor | None = None
+    grad_scale: Tensor | None = None
     optional_state: frozenset[str] = frozenset()  # kinds of state that a checkpoint may lack
 
     def __init__(self, name: str, shards: Sequence[ParamShard]) -> None:

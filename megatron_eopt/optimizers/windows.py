@@ -55,7 +55,7 @@ class WindowedMuonRule(MuonRule):
     def precompute(self, window: int, groups: Sequence[ParamGroup], state: State) -> None:
         """Compute a window's updates from its gradients, without applying them; collective."""
         # the norm is not known yet: if it asks for clipping, the updates are dropped
-        self.coefficient = None
+        self.grad_scale = None
         stepped = self._stepped_in(window, groups, state)
         items = list(stepped.values())
         self._seen[window] = items, self._read(items)
@@ -66,7 +66,7 @@ class WindowedMuonRule(MuonRule):
             mine = {n: stepped[n] for n in numbers.values() if n in stepped}
             # copies, since the step may be skipped or computed again
             momenta = {n: item.state[MOMENTUM].clone() for n, item in mine.items()}
-            found = self._mixed(mine, momenta, self.optimizer.nesterov, self._dtype)
+            found = self._momentum_update(mine, momenta, self.optimizer.nesterov, self._dtype)
             return {name: self._input(n, found) for name, n in numbers.items()}
 
         def store(results: Mapping[str, Tensor]) -> None:
@@ -126,7 +126,7 @@ class WindowedMuonRule(MuonRule):
             return
         momenta = {number: item.state[MOMENTUM] for number, item in stepped.items()}
         # only for the momenta: without Nesterov, no direction is written
-        self._mixed(stepped, momenta, nesterov=False)
+        self._momentum_update(stepped, momenta, nesterov=False)
         if self.insert_checked is not None:
             self.insert_checked(updates)
         self._apply(list(stepped.values()), updates)

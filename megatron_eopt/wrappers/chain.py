@@ -38,7 +38,13 @@ from megatron_eopt.qk_clip import remember
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.storage.interface import finish_gathers, gather_buckets
-from megatron_eopt.wrappers.gradients import GradNorm, clipped, folds_clipping, non_finite, unscale_
+from megatron_eopt.wrappers.gradients import (
+    GradNorm,
+    clipped,
+    fuses_grad_scale,
+    non_finite,
+    unscale_,
+)
 from megatron_eopt.wrappers.memory import Memory, memory_of
 from megatron_eopt.wrappers.overlap import Overlap
 from megatron_eopt.wrappers.stats import Stats
@@ -227,7 +233,7 @@ class OptimizerChain(ChainedOptimizer):
         return (
             self.reads_norms_late
             and not reads
-            and all(map(folds_clipping, self.chained_optimizers))
+            and all(map(fuses_grad_scale, self.chained_optimizers))
         )
 
     def _expects_no_clipping(self, margin: float) -> bool:

@@ -174,10 +174,10 @@ def non_finite(
     return found
 
 
-def folds_clipping(storage: Storage) -> bool:
+def fuses_grad_scale(storage: Storage) -> bool:
     """Return whether all update rules of a storage fold clipping into their own pass."""
     update_rules = storage.update_rules
-    is_done = bool(update_rules) and all(update_rule.folds_clipping for update_rule in update_rules)
+    is_done = bool(update_rules) and all(rule.fuses_grad_scale for rule in update_rules)
     return storage.is_stub_optimizer or is_done
 
 
@@ -199,11 +199,11 @@ def clipped(
     """
     factors = {name: norm.factor(most) for name, norm in norms.items()}
     for update_rule in rules_of(storages):
-        update_rule.coefficient = None
-        if fold and update_rule.folds_clipping:
+        update_rule.grad_scale = None
+        if fold and update_rule.fuses_grad_scale:
             # `factor(0)` is 1, or NaN if the norm is not finite, so that the rule writes nothing
             factor = factors[None] if update_rule.is_clipped else norms[None].factor(0.0)
-            update_rule.coefficient = factor if _counts(factor) else None
+            update_rule.grad_scale = factor if _counts(factor) else None
     if most > 0 and any(map(_counts, factors.values())):
         by_norm: dict[str | None, list[Tensor]] = {}
         for param in _scaled(storages):
@@ -218,7 +218,7 @@ def clipped(
         yield
     finally:
         for update_rule in rules_of(storages):
-            update_rule.coefficient = None
+            update_rule.grad_scale = None
 
 
 def _counts(factor: Tensor) -> bool:
@@ -233,6 +233,6 @@ def _scaled(storages: Sequence[Storage]) -> Iterator[Tensor]:
         if not storage.update_rules:
             yield from [item.main for item in storage.main_shards()]
         for update_rule in storage.update_rules:
-            if update_rule.is_clipped and update_rule.coefficient is None:
+            if update_rule.is_clipped and update_rule.grad_scale is None:
                 for _, main, _ in update_rule.numbered(storage.groups_of(update_rule)):
                     yield main

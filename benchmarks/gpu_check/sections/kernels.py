@@ -1,6 +1,6 @@
 """Compare our kernels with torch's functions on the same numbers, and time them.
 
-Cases cover one tensor and many, aligned and odd sizes, a coefficient that skips the step, and a
+Cases cover one tensor and many, aligned and odd sizes, a gradient scale that skips the step, and a
 stream of one's own. On a GPU, one tensor has more than 1 GB.
 """
 
@@ -22,7 +22,7 @@ from megatron_eopt.base.kernels import FAMILIES, SWITCH, Family, is_on
 from megatron_eopt.layouts.exchange import Copy
 from megatron_eopt.layouts.redistribution import run_copies
 from megatron_eopt.math.newton_schulz import normalize
-from megatron_eopt.math.passes import MomentumMixing, adam_, mix_, update_
+from megatron_eopt.math.passes import MomentumMixing, adam_, momentum_update_, update_
 from megatron_eopt.math.products import multiply, serves
 
 SIZES = {"one": (300_000_000,), "many": (8_388_608,) * 16, "odd": (1, 33, 5_000, 16_777_217)}
@@ -31,7 +31,7 @@ MATRICES = {"one": (1, 8192, 8192), "many": (8, 2048, 8192), "odd": (2, 1008, 15
 SMALL_MATRICES = {"one": (1, 128, 128), "many": (2, 128, 64), "odd": (2, 48, 80)}
 """Sizes of products; kernels leave those that 16 does not divide to torch."""
 
-COEFFICIENTS = (1.0, 0.3, math.nan)
+GRAD_SCALES = (1.0, 0.3, math.nan)
 ADAM = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 ADAM |= {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
 
@@ -50,7 +50,7 @@ class Case(NamedTuple):
     work: Work
     bytes: int = 0  # read and written
     flops: int = 0
-    scales: bool = True  # whether it takes a coefficient
+    scales: bool = True  # whether it takes a gradient scale
 
 
 def run(context: Context) -> Outcome:
@@ -96,7 +96,7 @@ def cases(context: Context) -> Iterator[Case]:
             found[2] = [second.square_() for second in found[2]]
             return [*found, [torch.zeros((), device=device) for _ in found[0]]]
 
-        yield Case(f"directions, {kind}", lists(f32, bf16, f32), _mix, 14 * count)
+        yield Case(f"directions, {kind}", lists(f32, bf16, f32), _momentum_update, 14 * count)
         yield Case(f"update, {kind}", lists(f32, bf16, bf16), _update, 12 * count)
         yield Case(f"adam, {kind}", with_steps, _adam, 30 * count)
         yield Case(f"copies, {kind}", lists(bf16, bf16), _copy, 4 * count, scales=False)
@@ -161,18 +161,18 @@ class _Numbers:
         return found.normal_(generator=self._generator)
 
 
-def _mix(lists: Lists, coefficient: Tensor | None) -> None:
+def _momentum_update(lists: Lists, grad_scale: Tensor | None) -> None:
     momenta, outs, grads = lists
-    mix_(momenta, outs, grads, momenta, coefficient, MomentumMixing(0.95, nesterov=True))
+    momentum_update_(momenta, outs, grads, momenta, grad_scale, MomentumMixing(0.95, nesterov=True))
 
 
-def _update(lists: Lists, coefficient: Tensor | None) -> None:
+def _update(lists: Lists, grad_scale: Tensor | None) -> None:
     weights, copies, updates = lists
-    update_(weights, copies, updates, coefficient, 0.02, 0.1)
+    update_(weights, copies, updates, grad_scale, 0.02, 0.1)
 
 
-def _adam(lists: Lists, coefficient: Tensor | None) -> None:
-    adam_(lists, [], coefficient, ADAM)
+def _adam(lists: Lists, grad_scale: Tensor | None) -> None:
+    adam_(lists, [], grad_scale, ADAM)
 
 
 def _copy(lists: Lists, _: Tensor | None) -> None:
@@ -203,14 +203,14 @@ def _product(form: Form, lists: Lists, _: Tensor | None) -> None:
 
 def _row(case: Case, device: str, problems: list[str]) -> dict[str, Any]:
     row: dict[str, Any] = {"name": case.name}
-    for value in COEFFICIENTS if case.scales else (None,):
-        coefficient = None if value is None else torch.tensor(value, device=device)
+    for value in GRAD_SCALES if case.scales else (None,):
+        grad_scale = None if value is None else torch.tensor(value, device=device)
         start = case.given()
         found = [[tensor.clone() for tensor in some] for some in start]
         with _own_stream(device):
-            case.work(found, coefficient)
+            case.work(found, grad_scale)
         with patch.object(Family, "runs", return_value=False):
-            case.work(start, coefficient)
+            case.work(start, grad_scale)
         worst = max(
             _deviation(a, b)
             for some, others in zip(found, start, strict=True)
@@ -219,7 +219,7 @@ def _row(case: Case, device: str, problems: list[str]) -> dict[str, Any]:
         row[f"deviation, {value}"] = worst
         # in this form, nan is a problem too
         if not worst <= TOLERANCES.get(re.split("[ ,]", case.name)[0], 0.0):
-            problems.append(f"{case.name}, coefficient {value}: deviates by {worst:.1e}")
+            problems.append(f"{case.name}, gradient scale {value}: deviates by {worst:.1e}")
         del start, found
     given, one = case.given(), torch.tensor(1.0, device=device)
     median = statistics.median(milliseconds_of(lambda: case.work(given, one), 0.3))

@@ -41,7 +41,7 @@ PASSES = {
         "tl.load(grads, mask=mask)", "tl.load(grads + BLOCK, mask=mask)"
     ),
     "nan writes": Fault("size = tl.where(factor == factor, size, 0)", "size = size"),
-    "gradients without their factor": Fault("grad * tl.load(coefficient)", "grad"),
+    "gradients without their factor": Fault("grad * tl.load(grad_scale)", "grad"),
     "sums of all blocks in the first": Fault(
         "tl.store(sums + block, tl.sum(value * value))", "tl.store(sums, tl.sum(value * value))"
     ),

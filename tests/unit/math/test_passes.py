@@ -14,14 +14,14 @@ from megatron_eopt.math.passes import (
     MomentumMixing,
     adam_,
     empty_sums,
-    mix_,
+    momentum_update_,
     update_,
 )
 from tests.harness.kernels import interpreted_kernels
 
 SIZES = ((5000,), (1,), (0,), (33,), (7, 11), (64, 32))
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-COEFFICIENTS = (None, 1.0, 0.3, math.nan)
+GRAD_SCALES = (None, 1.0, 0.3, math.nan)
 
 
 def tensors(dtype, seed, sizes=SIZES):
@@ -32,8 +32,8 @@ def tensors(dtype, seed, sizes=SIZES):
     return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
 
 
-def factor(coefficient):
-    return None if coefficient is None else torch.tensor(coefficient)
+def factor(grad_scale):
+    return None if grad_scale is None else torch.tensor(grad_scale)
 
 
 def by_both(function, *args):
@@ -43,27 +43,27 @@ def by_both(function, *args):
     return [[t for t in some if t is not None] for some in (found, function(*args))]
 
 
-def mixed(grads, momenta, outs, coefficient, how):
+def mixed(grads, momenta, outs, grad_scale, how):
     kept, given = tensors(momenta, 1), tensors(grads, 2)
     places = [out if out is None else out.view(-1) for out in tensors(outs, 3)]
-    mix_(kept, places, given, tensors(F32, 4), factor(coefficient), how)
+    momentum_update_(kept, places, given, tensors(F32, 4), factor(grad_scale), how)
     assert all(map(torch.equal, given, tensors(grads, 2)))
     return [*kept, *places]
 
 
-@pytest.mark.parametrize("coefficient", COEFFICIENTS)
+@pytest.mark.parametrize("grad_scale", GRAD_SCALES)
 @pytest.mark.parametrize(
     "dtypes", [(F32, F32, BF16), (BF16, F32, F32), (BF16, BF16, BF16), (F32, F32, None)]
 )
 @pytest.mark.parametrize("momentum", [0.95, 0.3])
-def test_mixing_has_the_bits_of_torch(momentum, dtypes, coefficient):
+def test_mixing_has_the_bits_of_torch(momentum, dtypes, grad_scale):
     for nesterov, decay in ((True, 0.0), (True, 0.1), (False, 0.1)):
         how = MomentumMixing(momentum, nesterov, decay)
-        found, expected = by_both(mixed, *dtypes, coefficient, how)
+        found, expected = by_both(mixed, *dtypes, grad_scale, how)
         # without a place the momentum is all that is written
         assert len(found) == (1 + (dtypes[2] is not None)) * len(SIZES)
         assert all(map(torch.equal, found, expected))
-        unwritten = coefficient is not None and math.isnan(coefficient)
+        unwritten = grad_scale is not None and math.isnan(grad_scale)
         assert torch.equal(found[0], tensors(dtypes[1], 1)[0]) == unwritten
 
 
@@ -73,7 +73,7 @@ def test_mixing_sums_the_squares_of_rounded_directions(nesterov):
     with interpreted_kernels():
         sums = list(map(empty_sums, outs))
         how = MomentumMixing(0.95, nesterov)
-        mix_(momenta, [out.view(-1) for out in outs], grads, momenta, None, how, sums)
+        momentum_update_(momenta, [out.view(-1) for out in outs], grads, momenta, None, how, sums)
     assert empty_sums(outs[0]) is None
     for out, found in zip(outs, sums, strict=True):
         blocks = [block.double().square().sum() for block in out.view(-1).split(BLOCK)]
@@ -92,8 +92,10 @@ def launched(momenta, grads):
             def __getitem__(self, grid):
                 return lambda programs, table, count, *rest, **_: seen.append((count, rest[-1]))
 
-        with mock.patch.object(kernels, "mix", Kernel()):
-            mix_(momenta, [None] * len(grads), grads, momenta, None, MomentumMixing(0.9, False))
+        with mock.patch.object(kernels, "momentum_update", Kernel()):
+            momentum_update_(
+                momenta, [None] * len(grads), grads, momenta, None, MomentumMixing(0.9, False)
+            )
         return seen, kernels
 
 
@@ -117,29 +119,29 @@ def test_gradients_that_move_upload_addresses_alone():
         with mock.patch.object(gpu, "uploaded", uploaded):
             kept = [tensors(F32, seed, ((4096,),)) for seed in range(3)]
             for grads in kept:
-                mix_(momenta, [None], grads, momenta, None, MomentumMixing(0.9, False))
+                momentum_update_(momenta, [None], grads, momenta, None, MomentumMixing(0.9, False))
             # a size and five addresses
             assert [values.size for values in uploads] == [6, 2 * 2, 6, 6]
             assert kernels._programs.cache_info().currsize == 1
 
 
-def updated(weights, copies, updates, coefficient, decay, cautious=False):
+def updated(weights, copies, updates, grad_scale, decay, cautious=False):
     kept, rounded = tensors(weights, 1), tensors(copies, 2)
-    numbers = (factor(coefficient), 0.02, decay)
+    numbers = (factor(grad_scale), 0.02, decay)
     update_(kept, rounded, tensors(updates, 3), *numbers, cautious=cautious)
     return [*kept, *rounded]
 
 
-@pytest.mark.parametrize("coefficient", COEFFICIENTS)
+@pytest.mark.parametrize("grad_scale", GRAD_SCALES)
 @pytest.mark.parametrize(
     "dtypes", [(F32, BF16, BF16), (F32, F16, BF16), (F32, None, F32), (F32, None, BF16)]
 )
-def test_updating_has_the_bits_of_torch(dtypes, coefficient):
+def test_updating_has_the_bits_of_torch(dtypes, grad_scale):
     for decay, cautious in ((0.0, False), (0.1, False), (0.1, True)):
-        found, expected = by_both(updated, *dtypes, coefficient, decay, cautious)
+        found, expected = by_both(updated, *dtypes, grad_scale, decay, cautious)
         assert all(map(torch.equal, found, expected))
         weight, copy = found[0], found[-len(SIZES)]
-        assert math.isnan(coefficient or 0) or torch.equal(weight.to(copy.dtype), copy)
+        assert math.isnan(grad_scale or 0) or torch.equal(weight.to(copy.dtype), copy)
 
 
 # the smallest product of two is below the range of their dtype
@@ -189,7 +191,7 @@ SETTINGS = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 FLAGS = {"amsgrad": False, "maximize": False}
 
 
-def stepped(coefficient, copies, decoupled, count, cautious=False):
+def stepped(grad_scale, copies, decoupled, count, cautious=False):
     """Return weights, copies and moments after some steps of Adam, and how many there were."""
     weights, rounded = tensors(F32, 1), tensors(copies, 2)
     moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
@@ -197,11 +199,11 @@ def stepped(coefficient, copies, decoupled, count, cautious=False):
     group = {**SETTINGS, **FLAGS, "decoupled_weight_decay": decoupled}
     for step in range(count):
         lists = [weights, *moments, rounded, tensors(F32, 3 + step), steps]
-        adam_(lists, [], factor(coefficient), group, cautious=cautious)
+        adam_(lists, [], factor(grad_scale), group, cautious=cautious)
     return [*weights, *rounded, *moments[0], *moments[1], *steps]
 
 
-def exact_adam(coefficient, decoupled, count, cautious):
+def exact_adam(grad_scale, decoupled, count, cautious):
     """Return the weights and moments by torch's own Adam in float64, and a loop's weight decay."""
     wide = [weight.double() for weight in tensors(F32, 1)]
     moments = [[torch.zeros_like(weight) for weight in wide] for _ in range(2)]
@@ -210,7 +212,7 @@ def exact_adam(coefficient, decoupled, count, cautious):
     settings = {k: v for k, v in SETTINGS.items() if k != "betas"} | FLAGS
     settings |= {"beta1": beta1, "beta2": beta2, "decoupled_weight_decay": decoupled}
     for step in range(count):
-        grads = [grad.double() * coefficient for grad in tensors(F32, 3 + step)]
+        grads = [grad.double() * grad_scale for grad in tensors(F32, 3 + step)]
         before = [weight.clone() for weight in wide]
         own = settings | {"weight_decay": 0.0} if cautious else settings
         adam(wide, grads, *moments, [], steps, foreach=False, **own)
@@ -221,10 +223,10 @@ def exact_adam(coefficient, decoupled, count, cautious):
 
 
 @pytest.mark.parametrize(("decoupled", "cautious"), [(True, False), (False, False), (True, True)])
-@pytest.mark.parametrize("coefficient", [1.0, 0.3])
-def test_adam_is_as_exact_as_torch_s(coefficient, decoupled, cautious):
-    expected = exact_adam(coefficient, decoupled, 4, cautious)
-    for found in by_both(stepped, coefficient, None, decoupled, 4, cautious):
+@pytest.mark.parametrize("grad_scale", [1.0, 0.3])
+def test_adam_is_as_exact_as_torch_s(grad_scale, decoupled, cautious):
+    expected = exact_adam(grad_scale, decoupled, 4, cautious)
+    for found in by_both(stepped, grad_scale, None, decoupled, 4, cautious):
         for value, exact in zip(found, expected, strict=True):
             # float32 rounds each of 4 steps some times, to 6e-8 of weights of up to 4
             torch.testing.assert_close(value.double(), exact.double(), rtol=1e-6, atol=5e-7)

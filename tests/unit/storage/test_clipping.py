@@ -32,12 +32,12 @@ def gradients(exempt: bool, by_hand: bool = False) -> dict[str, Any]:
         stepped = optimizer.step_with_ready_grads
 
         def step() -> bool:
-            factors.extend(update_rule.coefficient for update_rule in composite.update_rules)
+            factors.extend(update_rule.grad_scale for update_rule in composite.update_rules)
             return stepped()
 
         optimizer.step_with_ready_grads = step
         _, norm, _ = optimizer.step()
-        assert {update_rule.coefficient for update_rule in composite.update_rules} == {None}
+        assert {update_rule.grad_scale for update_rule in composite.update_rules} == {None}
     squares = [
         sum(
             float(p.grad.square().sum())

@@ -53,11 +53,11 @@ def stepped(case: Case, way: int) -> dict[str, Any]:
     factor = torch.tensor(math.nan if way == SKIPPED else 0.3)
     for link in optimizer.chained_optimizers:
         for update_rule, _, main in link.stepped():
-            assert update_rule.folds_clipping
+            assert update_rule.fuses_grad_scale
             if way == BEFORE:
                 main.grad.mul_(factor)
             else:
-                update_rule.coefficient = factor
+                update_rule.grad_scale = factor
     # update rules write the model's weights as well: nobody has to copy them
     copied = patch.object(Storage, "copy_mains", lambda *_: None)
     with interpreted_passes() if way == KERNELS else nullcontext(), copied:
