@@ -19,7 +19,12 @@ from megatron_eopt.fsdp2 import build_optimizer
 def prepare(accelerator, model, loader):
     """Return the sharded model, its optimizer, a scheduler and the data loader."""
     config = EmergingOptimizerConfig(
-        optimizer="muon", muon_scale_mode="adamw_rms", lr=3e-3, weight_decay=0.1
+        optimizer="muon",
+        muon_scale_mode="adamw_rms",
+        muon_nesterov=True,
+        lr=3e-3,
+        weight_decay=0.1,
+        clip_grad=0.0,  # the loop clips
     )
     # accelerate needs an optimizer when it shards the model with FSDP2, so pass an empty one
     empty = torch.optim.SGD([{"params": []}])

@@ -8,54 +8,11 @@ The model has random weights and the data is generated, so nothing is downloaded
 
 import argparse
 import os
-from types import SimpleNamespace
-from typing import ClassVar
 
 import torch
 import transformers
-from torch.optim.lr_scheduler import LambdaLR
 
-from megatron_eopt import EmergingOptimizerConfig
-from megatron_eopt.fsdp2 import ParamKey, build_optimizer
-
-
-class MuonTrainer(transformers.Trainer):
-    """A Trainer whose optimizer is built on the sharded model."""
-
-    overrides: ClassVar[dict[ParamKey, dict]] = {}  # settings of single parameters
-
-    def create_optimizer(self, model=None):
-        """Return an empty optimizer, because accelerate needs one when it shards the model."""
-        self.optimizer = self.optimizer or torch.optim.SGD([{"params": []}])
-        return self.optimizer
-
-    def create_scheduler(self, num_training_steps, optimizer=None):
-        """Replace the empty optimizer, now that the model is sharded."""
-        config = EmergingOptimizerConfig(
-            optimizer="muon",
-            muon_scale_mode="adamw_rms",
-            lr=self.args.learning_rate,
-            weight_decay=self.args.weight_decay,
-        )
-        optimizer = build_optimizer(self.model, config, config_overrides=self.overrides)
-        self.accelerator._optimizers.clear()
-        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
-        return super().create_scheduler(num_training_steps, self.optimizer)
-
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        """Resume at the checkpoint's step of this run's schedule, with this run's rates."""
-        scheduler = self.lr_scheduler
-
-        def resume(saved):
-            # without rates, which torch matches by the order of groups: overrides change it
-            steps = {"last_epoch": saved["last_epoch"] - 1, "_step_count": saved["_step_count"]}
-            scheduler.load_state_dict({**steps, "lr_lambdas": []})
-            scheduler.step()
-
-        if isinstance(scheduler, LambdaLR):
-            self.lr_scheduler = SimpleNamespace(load_state_dict=resume)
-        super()._load_optimizer_and_scheduler(checkpoint)
-        self.lr_scheduler = scheduler
+from megatron_eopt.hugging_face import MuonTrainer
 
 
 def make_model(kind: str) -> torch.nn.Module:
@@ -78,7 +35,13 @@ def make_data(samples: int = 64, length: int = 16) -> list[dict[str, torch.Tenso
     return [{"input_ids": item, "labels": item} for item in tokens]
 
 
-def train(model: torch.nn.Module, folder: str, resume: str | None = None, **options) -> list[float]:
+def train(
+    model: torch.nn.Module,
+    folder: str,
+    resume: str | None = None,
+    overrides: dict | None = None,
+    **options,
+) -> list[float]:
     """Return the loss of each step, including the steps before a resumed checkpoint."""
     arguments = transformers.TrainingArguments(
         folder,
@@ -91,7 +54,13 @@ def train(model: torch.nn.Module, folder: str, resume: str | None = None, **opti
         dataloader_pin_memory=torch.cuda.is_available(),
         **options,
     )
-    trainer = MuonTrainer(model, arguments, train_dataset=make_data())
+    trainer = MuonTrainer(
+        model,
+        arguments,
+        train_dataset=make_data(),
+        config_overrides=overrides,
+        print_optimizer_routing=resume is None,
+    )
     trainer.train(resume_from_checkpoint=resume)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from tests.functional.doc_commands import ROOT, blocks
 from tests.harness import run_ranks
@@ -25,7 +26,7 @@ def example(name):
 
 def test_the_page_shows_the_examples_as_they_are():
     page = blocks((ROOT / "docs/how_to/other_trainers.md").read_text(), "python")
-    names = "hugging_face_trainer accelerate_loop lightning_module torchtitan_optimizer"
+    names = "accelerate_loop lightning_module torchtitan_optimizer"
     for name in names.split():
         text = (ROOT / "examples" / f"{name}.py").read_text()
         assert len([block for _, block in page if block in text]) == 1
@@ -66,29 +67,37 @@ def hugging_face(folder, batch, **options):
     return found
 
 
-def without_subclass(folder, resume=None):
-    """Return the losses of the Trainer that the page shows without a subclass."""
+def shown_trainer(folder):
+    """Return the losses of the Trainer that the page shows, and what it logs."""
     module = example("hugging_face_trainer")
     page = (ROOT / "docs/how_to/other_trainers.md").read_text()
-    (shown,) = (text for _, text in blocks(page, "python") if "optimizer_cls_and_kwargs" in text)
-    options = {"learning_rate": 3e-3, "max_steps": 8, "save_steps": 4, "logging_steps": 1}
-    options |= {"report_to": [], "disable_tqdm": True, "use_cpu": True}
-    options |= {"dataloader_pin_memory": False}
-    names = vars(module) | {"model": module.make_model("llama"), "data": module.make_data()}
+    (shown,) = (text for _, text in blocks(page, "python") if "MuonTrainer(" in text)
+    options = {"learning_rate": 3e-3, "max_steps": 8, "logging_steps": 1, "use_cpu": True}
+    options |= {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
+    options |= {"weight_decay": 0.1}
+    names = {"model": module.make_model("llama"), "data": module.make_data()}
     names["arguments"] = transformers.TrainingArguments(str(folder), **options)
     exec(shown, names)
-    names["trainer"].train(resume_from_checkpoint=resume)
     return [entry["loss"] for entry in names["trainer"].state.log_history if "loss" in entry]
 
 
-def test_a_trainer_needs_no_subclass_on_one_device(tmp_path):
-    options = {"use_cpu": True, "disable_tqdm": True}
+def test_the_trainer_of_the_page(tmp_path, caplog):
+    caplog.set_level("INFO", "megatron_eopt")
+    found = shown_trainer(tmp_path / "page")
+    assert "| model.layers.0.mlp.up_proj.weight" in caplog.text
+    assert "is not applied" not in caplog.text  # the Trainer clips
     module = example("hugging_face_trainer")
-    expected = module.train(module.make_model("llama"), str(tmp_path / "other"), **options)
-    found = without_subclass(tmp_path / "plain")
-    assert found == expected
-    assert without_subclass(tmp_path / "plain", f"{tmp_path}/plain/checkpoint-4") == found
+    options = {"use_cpu": True, "disable_tqdm": True}
+    assert found == module.train(module.make_model("llama"), str(tmp_path / "other"), **options)
     assert found[-1] < found[0] - 0.2
+
+
+def test_a_trainer_of_unconnected_processes_is_refused(tmp_path, monkeypatch):
+    """Each would train a model of its own, as processes on CPUs do without ``use_cpu``."""
+    module = example("hugging_face_trainer")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="use_cpu=True"):
+        module.train(module.make_model("llama"), str(tmp_path))
 
 
 def resumed_rates(folder, checkpoint, learning_rate, overrides):
@@ -109,8 +118,10 @@ def resumed_rates(folder, checkpoint, learning_rate, overrides):
         arguments,
         train_dataset=module.make_data(),
         callbacks=[Noting()],
+        config_overrides={
+            ParamKey(name=name): {"lr_mult": mult} for name, mult in overrides.items()
+        },
     )
-    trainer.overrides = {ParamKey(name=name): {"lr_mult": mult} for name, mult in overrides.items()}
     trainer.train(resume_from_checkpoint=checkpoint)
     return rates
 

@@ -28,6 +28,7 @@ ORDER = (
     "__init__",
     "conformance",
     "bridge",
+    "hugging_face",
     "checkpoints",
     "emerging_optimizers",
     "fsdp2",

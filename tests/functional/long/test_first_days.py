@@ -63,18 +63,21 @@ def test_from_adam_to_muon_and_to_another_layout(tmp_path, record_property):
 def _rates_of_groups(folder: str) -> tuple[list[float], list[float], set[tuple[str, float]]]:
     from megatron.core.optimizer import ParamKey
 
+    from megatron_eopt import hugging_face
+
     trainer = example("hugging_face_trainer")
-    trainer.MuonTrainer.overrides = {ParamKey(name="*layers.0.*"): {"lr_mult": 0.1}}
+    overrides = {ParamKey(name="*layers.0.*"): {"lr_mult": 0.1}}
     rates: set[tuple[str, float]] = set()
 
-    def noted(model, config, **options):
-        optimizer = build_optimizer(model, config, **options)
+    def noted(*arguments):
+        optimizer = build_optimizer(*arguments)
         for group in optimizer.param_groups:
             rates.update((optimizer.names[param], group["lr"]) for param in group["params"])
         return optimizer
 
-    trainer.build_optimizer = noted
+    hugging_face.build_optimizer = noted
     options = {"use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 8}
+    options["overrides"] = overrides
     whole = trainer.train(trainer.make_model("qwen3"), folder, **options)
     resumed = trainer.train(
         trainer.make_model("qwen3"), folder, f"{folder}/checkpoint-4", **options

@@ -1,0 +1,96 @@
+"""The Trainer of Hugging Face's transformers, with the optimizers of this package.
+
+It needs ``pip install 'megatron-eopt[trainers]'``.
+"""
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from torch.optim.lr_scheduler import LambdaLR
+
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.config.config import EmergingOptimizerConfig
+from megatron_eopt.config.registry import Overrides
+from megatron_eopt.fsdp2 import build_optimizer
+
+
+class MuonTrainer(transformers.Trainer):
+    """Trains on one device, with DDP or with FSDP2; its optimizer is built on the sharded model.
+
+    Args:
+        *args: Of ``transformers.Trainer``.
+        optimizer_config: The optimizer and its settings. None for Muon, whose updates have AdamW's
+            size, with the rate, weight decay and settings of Adam of the ``TrainingArguments``.
+        config_overrides: Settings of single parameters, as for :func:`build_optimizer`.
+        print_optimizer_routing: Whether to print which parameter gets which optimizer.
+        **kwargs: Of ``transformers.Trainer``.
+
+    Raises:
+        ConfigurationError: If there are several processes that are not connected. Each would train
+            a model of its own.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        optimizer_config: OptimizerConfig | None = None,
+        config_overrides: Overrides | None = None,
+        print_optimizer_routing: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.accelerator.num_processes < processes:
+            rule = "processes were started that are not connected: each would train its own model"
+            hint = "On CPUs, pass use_cpu=True to TrainingArguments"
+            raise ConfigurationError("WORLD_SIZE", processes, rule, hint)
+        config = optimizer_config or EmergingOptimizerConfig(
+            optimizer="muon",
+            muon_scale_mode="adamw_rms",
+            muon_nesterov=True,
+            lr=self.args.learning_rate,
+            weight_decay=self.args.weight_decay,
+            adam_beta1=self.args.adam_beta1,
+            adam_beta2=self.args.adam_beta2,
+            adam_eps=self.args.adam_epsilon,
+        )
+        if self.args.max_grad_norm:
+            # the Trainer clips, so nothing has to say that the optimizer does not
+            config = replace(config, clip_grad=0.0)
+        if print_optimizer_routing:
+            config = replace(config, print_optimizer_routing=True)
+        self.optimizer_config, self.config_overrides = config, config_overrides
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Return an empty optimizer, because accelerate needs one when it shards the model."""
+        self.optimizer = self.optimizer or torch.optim.SGD([{"params": []}])
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Replace the empty optimizer, now that the model is sharded."""
+        model: Any = self.model
+        optimizer = build_optimizer(model, self.optimizer_config, self.config_overrides)
+        self.accelerator._optimizers.clear()
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+        return super().create_scheduler(num_training_steps, self.optimizer)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Resume at the checkpoint's step of this run's schedule, with this run's rates."""
+        scheduler: Any = self.lr_scheduler
+
+        def resume(saved: dict[str, Any]) -> None:
+            # without rates, which torch matches by the order of groups: overrides change it
+            steps = {"last_epoch": saved["last_epoch"] - 1, "_step_count": saved["_step_count"]}
+            scheduler.load_state_dict({**steps, "lr_lambdas": []})
+            scheduler.step()
+
+        if isinstance(scheduler, LambdaLR):
+            stand_in: Any = SimpleNamespace(load_state_dict=resume)
+            self.lr_scheduler = stand_in
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.lr_scheduler = scheduler
