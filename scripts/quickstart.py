@@ -291,17 +291,24 @@ def plot(curves: dict[str, dict[int, float]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def with_adam(args: argparse.Namespace, flags: list[str]) -> str:
-    """Return the command that repeats a run with Adam, in a folder of its own."""
+def to_compare(args: argparse.Namespace, flags: list[str]) -> tuple[str, str]:
+    """Return another optimizer, and the command that repeats a run with it in its own folder.
+
+    That is Adam, or Muon after a run with Adam.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--optimizer", default="muon")
+    chosen, others = parser.parse_known_args(flags)
+    other = "muon" if chosen.optimizer == "adam" else "adam"
     defaults = {"steps": STEPS, "processes": PROCESSES}
     values = {name: getattr(args, name) for name in defaults}
     own = [f"--{name}={value}" for name, value in values.items() if value != defaults[name]]
-    out = args.out.with_name(f"{args.out.name}-adam")
-    given = [*own, *flags, "--optimizer", "adam", "--out", str(out)]
-    return shlex.join(["./scripts/quickstart.sh", *given])
+    out = args.out.with_name(f"{args.out.name}-{other}")
+    given = [*own, *others, "--optimizer", other, "--out", str(out)]
+    return other, shlex.join(["./scripts/quickstart.sh", *given])
 
 
-def report(out: Path, next_command: str) -> None:
+def report(out: Path, other: str, next_command: str) -> None:
     """Print the held-out loss and where to look next, and draw the loss curve."""
     curves = scalars(out / "tensorboard")
     train_loss, held_out = curves["lm loss"], curves["lm loss validation"]
@@ -315,7 +322,7 @@ def report(out: Path, next_command: str) -> None:
         plot(curves, out / "loss.png")
         curve = f"Loss curve: {out / 'loss.png'}    "
     print(f"{curve}TensorBoard: tensorboard --logdir {out}")
-    print(f"Next: the same run with Adam: {next_command}")
+    print(f"Next: the same run with {other.title()}: {next_command}")
 
 
 def check_steps(steps: int, checkpoints: Path, flags: list[str]) -> None:
@@ -372,7 +379,7 @@ def main() -> int:
         print(*reasons(lines[:-SHOWN]), *lines[-SHOWN:], sep="\n")
         print(f"Training failed (exit code {code}). The lines above are the end of {log}")
         return code
-    report(out, with_adam(args, flags))
+    report(out, *to_compare(args, flags))
     return 0
 
 

@@ -18,17 +18,27 @@ def test_the_validation_set_is_held_out_and_not_the_test_set(tmp_path, capsys):
             writer.add_scalar("lm loss", 5.0 - step, step)
         for loss in (3.25, 3.5, 9.0):
             writer.add_scalar("lm loss validation", loss, 2)
-    quickstart.report(tmp_path, "./scripts/quickstart.sh")
+    quickstart.report(tmp_path, "adam", "./scripts/quickstart.sh")
     said = capsys.readouterr().out
     assert "Held-out loss: 3.2500 (nats per byte, step 2)" in said
     assert (tmp_path / "loss.png").exists()
 
 
-def test_the_next_command_repeats_the_flags_that_were_given():
+@pytest.mark.parametrize(
+    ("given", "other", "expected"),
+    [
+        ("--lr 1e-3", "adam", "--lr 1e-3 --optimizer adam"),
+        ("--optimizer soap --lr 1e-3", "adam", "--lr 1e-3 --optimizer adam"),
+        ("--optimizer=adaptive_muon", "adam", "--optimizer adam"),
+        ("--optimizer adam --lr 1e-3", "muon", "--lr 1e-3 --optimizer muon"),
+        ("--optimizer-cpu-offload", "adam", "--optimizer-cpu-offload --optimizer adam"),
+    ],
+)
+def test_the_next_command_repeats_the_flags_with_another_optimizer(given, other, expected):
     args = argparse.Namespace(steps=100, processes=2, out=Path("runs/a"))
-    command = quickstart.with_adam(args, ["--lr", "1e-3"])
-    expected = "--steps=100 --lr 1e-3 --optimizer adam --out runs/a-adam"
-    assert command == f"./scripts/quickstart.sh {expected}"
+    found, command = quickstart.to_compare(args, given.split())
+    assert found == other
+    assert command == f"./scripts/quickstart.sh --steps=100 {expected} --out runs/a-{other}"
 
 
 def test_reasons_are_found_before_the_launchers_report():
