@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_eopt import cpu, megatron_lm
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import (
     Case,
     build,

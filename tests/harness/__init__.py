@@ -1,8 +1,8 @@
-"""Test harness: worker processes over gloo, and small models of real megatron-core parts.
+"""Test harness: small models of real megatron-core parts, and the package's worker processes.
 
 A test gives :func:`run_ranks` a module-level function; every rank calls it and returns its result.
 """
 
-from tests.harness.pool import RankError, RankTimeoutError, close_pools, run_ranks
+from megatron_eopt.testing.pool import RankError, RankTimeoutError, close_pools, run_ranks
 
 __all__ = ["RankError", "RankTimeoutError", "close_pools", "run_ranks"]

@@ -11,7 +11,8 @@ from unittest import mock
 
 from torch import distributed
 
-from tests.harness import RankError, RankTimeoutError, pool, run_ranks
+from megatron_eopt.testing import pool
+from tests.harness import RankError, RankTimeoutError, run_ranks
 
 
 def errors_of(

@@ -1,17 +1,14 @@
 """The public conformance test: our optimizers and storages pass it, and faulty ones fail."""
 
-import functools
 import logging
 
 import pytest
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from megatron_eopt import TensorParallelMuon, conformance
+from megatron_eopt import TensorParallelMuon
 from megatron_eopt.extending import EmergingOptimizerEntry, MuonRule
-from tests.harness import run_ranks
+from megatron_eopt.testing import conformance
 from tests.harness.models import wrap_ddp, wrap_fsdp2
-
-check = functools.partial(conformance.check, run=run_ranks)
 
 OPTIMIZERS = {
     "muon": ("muon", {}),
@@ -28,7 +25,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_our_optimizers_conform(name):
     optimizer, config = OPTIMIZERS[name]
-    check(optimizer, config)
+    conformance.check(optimizer, config)
 
 
 def copied(model):
@@ -41,7 +38,7 @@ def copied(model):
     [(copied, "muon", {}), (wrap_fsdp2, "muon", {}), (wrap_fsdp2, "soap", {"clip_grad": 0.0})],
 )
 def test_our_storages_conform(storage, optimizer, config):
-    check(optimizer, {"use_distributed_optimizer": False, **config}, storage=storage)
+    conformance.check(optimizer, {"use_distributed_optimizer": False, **config}, storage=storage)
 
 
 class RowsRule(MuonRule):
@@ -93,7 +90,7 @@ def entry_of(cls):
 @pytest.mark.parametrize("cls", [RowsMuon, NormMuon])
 def test_an_update_of_whole_matrices_conforms(cls, caplog):
     with caplog.at_level(logging.INFO, "megatron_eopt"):
-        check(entry_of(cls))
+        conformance.check(entry_of(cls))
     has_version_2 = hasattr(DistributedDataParallelConfig, "megatron_fsdp_version")
     text = caplog.records[-1].getMessage()
     assert text.splitlines() == [
@@ -108,7 +105,7 @@ def test_an_update_of_whole_matrices_conforms(cls, caplog):
 @pytest.mark.parametrize("cls", [WrongRowsMuon, WrongNormMuon])
 def test_a_rule_that_takes_slabs_for_matrices_fails(cls):
     with pytest.raises(conformance.ConformanceError) as raised:
-        check(entry_of(cls))
+        conformance.check(entry_of(cls))
     lines = str(raised.value).splitlines()
     assert lines
     assert all(line.startswith("in_zero1, in teams on 2") for line in lines)
@@ -130,7 +127,7 @@ class PairsMuon(TensorParallelMuon):
 
 def test_a_rule_that_is_wrong_with_megatron_fsdp_alone_fails():
     with pytest.raises(conformance.ConformanceError) as raised:
-        check(entry_of(PairsMuon))
+        conformance.check(entry_of(PairsMuon))
     lines = str(raised.value).splitlines()
     assert lines
     assert all(line.startswith("in_megatron_fsdp") for line in lines), lines

@@ -1,7 +1,6 @@
 """Variants of Muon as contributors write them, and faults that the conformance test notices."""
 
 import ast
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -15,7 +14,6 @@ from megatron_eopt import (
     EmergingOptimizerConfig,
     TensorParallelAdaptiveMuon,
     TensorParallelMuon,
-    conformance,
 )
 from megatron_eopt.config import checks
 from megatron_eopt.config.arguments import entry_kwargs
@@ -30,11 +28,9 @@ from megatron_eopt.extending import (
 )
 from megatron_eopt.optimizers.adaptive_rule import NorMuonRule
 from megatron_eopt.optimizers.stored_matrices import MatrixSums
+from megatron_eopt.testing import conformance
 from megatron_eopt.wrappers import builders
 from megatron_eopt.wrappers.replicated import Float32Optimizer
-from tests.harness import run_ranks
-
-check = functools.partial(conformance.check, run=run_ranks)
 
 
 def variant(cls):
@@ -119,7 +115,7 @@ def is_text(node):
     [(CautiousMuon, EmergingOptimizerConfig), (BoundedMuon, BoundedConfig)],
 )
 def test_variants_of_muon_conform(cls, config_class):
-    check(variant(cls), config_class=config_class)
+    conformance.check(variant(cls), config_class=config_class)
 
 
 def test_a_variant_reads_muons_fields_and_its_own():
@@ -222,7 +218,7 @@ class LateMuon(TensorParallelMuon):
 )
 def test_the_conformance_test_fails_for_a_faulty_rule(cls, where):
     with pytest.raises(conformance.ConformanceError, match=where):
-        check(variant(cls))
+        conformance.check(variant(cls))
 
 
 @register_storage
@@ -272,7 +268,7 @@ def undeclared(model):
 )
 def test_the_conformance_test_fails_for_a_faulty_storage(storage, where):
     with pytest.raises(conformance.ConformanceError, match=where):
-        check("muon", storage=storage)
+        conformance.check("muon", storage=storage)
 
 
 def teardown_module():

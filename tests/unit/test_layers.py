@@ -22,11 +22,11 @@ ORDER = (
     # what people call
     "__main__",
     "tools",
+    "testing",
     "launch",
     "megatron_lm",
     "arguments",
     "__init__",
-    "conformance",
     "bridge",
     "hugging_face",
     "checkpoints",
@@ -102,7 +102,7 @@ def test_imports_go_strictly_down(place):
     "place", [p for p in SOURCES if top_of(p) in INSIDE and top_of(p) != "cpu"]
 )
 def test_the_core_knows_nothing_of_what_is_outside(place):
-    assert not imported(SOURCES[place]) & {"cpu", "tools", "conformance", "contrib"}
+    assert not imported(SOURCES[place]) & {"cpu", "tools", "testing", "contrib"}
 
 
 @pytest.mark.parametrize("place", [place for place in SOURCES if place != "launch.py"])

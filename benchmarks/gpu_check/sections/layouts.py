@@ -4,7 +4,7 @@ Two ranks share a single GPU.
 """
 
 from benchmarks.gpu_check.context import Context, Outcome
-from tests.harness.scene import forget_megatron
+from megatron_eopt.testing.scene import forget_megatron
 from tests.unit.storage.full_state import Case, build, steps
 from tests.unit.storage.runs import Result, deviation, weights
 

@@ -20,8 +20,8 @@ from megatron_eopt.checkpoint.bucket_order import Entry, Order, boxes_by_order
 from megatron_eopt.checkpoint.buckets import BucketSpace
 from megatron_eopt.checkpoint.keys import split_key
 from megatron_eopt.checkpoint.parameter_space import SavedSection
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import (
     Case,
     build,

@@ -24,8 +24,8 @@ from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.checkpoint.trainer import _rates_kept
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import Case, resume_as, steps, write_as
 from tests.unit.storage.runs import PLAIN, make_chunk
 

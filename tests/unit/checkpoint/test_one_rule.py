@@ -11,9 +11,9 @@ from torch import nn
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.log import listening
-from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import eager
 from tests.unit.storage.full_state import (
     Case,

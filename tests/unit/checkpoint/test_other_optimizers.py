@@ -12,8 +12,8 @@ import torch
 
 from megatron_eopt import ConfigurationError
 from megatron_eopt.checkpoint.keys import split_key
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import Case, build, full_state, inject, resume, write
 from tests.unit.storage.runs import REPLICATED
 

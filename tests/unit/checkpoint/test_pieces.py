@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_eopt import EmergingOptimizerConfig, checkpoints, get_megatron_optimizer
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.models import wrap_ddp
-from tests.harness.scene import forget_megatron
 from tests.unit.routing import modules
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}

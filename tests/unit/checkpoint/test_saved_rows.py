@@ -10,9 +10,9 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
 from megatron_eopt import checkpoints
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import unwrapped
 from tests.unit.storage.runs import (
     SHARED_EXPERTS,

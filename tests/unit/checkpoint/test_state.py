@@ -16,10 +16,10 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.checkpoint.keys import split_key, tensors
 from megatron_eopt.checkpoint.saved_groups import adopt
 from megatron_eopt.routing.groups import GROUP_ID
+from megatron_eopt.testing.scene import forget_megatron
 from tests.functional.saved_states import differing, tensors_in
 from tests.harness import run_ranks
 from tests.harness.log import listening
-from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import (
     Case,
     build,

@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from megatron_eopt import ConfigurationError
+from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 from tests.harness import run_ranks
 from tests.harness.log import listening
@@ -22,7 +23,6 @@ from tests.harness.models import (
     train_step,
     wrap_ddp,
 )
-from tests.harness.scene import forget_megatron
 from tests.unit.contracts.callers import scheduler_of
 from tests.unit.storage.runs import OVERLAP
 

@@ -9,7 +9,7 @@ from torch import distributed
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from tests.harness.scene import forget_megatron
+from megatron_eopt.testing.scene import forget_megatron
 from tests.unit.fsdp2.model import config, eager
 from tests.unit.fsdp2.model import train as train_fsdp2
 from tests.unit.storage.full_state import Case, build, full_state, steps, unwrapped

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
 from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.config.registry import optimizer_names
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import (
     config,
     eager,

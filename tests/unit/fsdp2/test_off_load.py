@@ -18,16 +18,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.base.nested_state import leaves
-from megatron_eopt.conformance import _PoisonedHost
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.optimizers import update_rule, whole_matrix_rule
 from megatron_eopt.storage.local_tensors import local_of
+from megatron_eopt.testing.poison import PoisonedHost
+from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers.memory import memory_of
 from megatron_eopt.wrappers.stats import stats_of
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_fsdp2
-from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import (
     Model,
     config,
@@ -120,7 +120,7 @@ def links_of(optimizer):
     return getattr(optimizer, "chained_optimizers", None) or stats_of(optimizer)._storages
 
 
-class _NewMemory(_PoisonedHost):
+class _NewMemory(PoisonedHost):
     """Writes back to new memory each time, as a GPU's memory is left for the host's."""
 
     def _fits(self, home, value):

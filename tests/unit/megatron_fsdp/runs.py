@@ -11,7 +11,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataPa
 from megatron.core.utils import get_model_config
 
 from megatron_eopt import get_megatron_optimizer
-from tests.harness.scene import forget_megatron
+from megatron_eopt.testing.scene import forget_megatron
 from tests.unit.fsdp2.model import config as emerging
 from tests.unit.fsdp2.model import eager, shard, whole
 from tests.unit.storage import runs

@@ -16,8 +16,8 @@ from megatron_eopt.checkpoint.catalogue import Catalogue, Saved
 from megatron_eopt.checkpoint.continuation import Policy, Reader
 from megatron_eopt.checkpoint.fsdp_dtensor import match
 from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import eager
 from tests.unit.megatron_fsdp.runs import make_chunk, make_optimizer, stepped, weights
 from tests.unit.storage.runs import DENSE, MOE, Result, Run, deviation

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_eopt import ConfigurationError
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.megatron_fsdp.runs import make_chunk, make_optimizer
 from tests.unit.storage.runs import DENSE, Run
 

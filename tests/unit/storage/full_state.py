@@ -18,8 +18,8 @@ from torch import distributed
 from megatron_eopt import EmergingOptimizerConfig, checkpoints, get_megatron_optimizer
 from megatron_eopt.base.names import STEP
 from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness.models import copies_of
-from tests.harness.scene import forget_megatron
 from tests.unit.storage.runs import DENSE, Run, global_name, inject, make_chunk, set_lr
 
 

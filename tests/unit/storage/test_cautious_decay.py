@@ -16,9 +16,9 @@ from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megat
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from megatron_eopt.optimizers.element_wise import Adam
 from megatron_eopt.storage.local_tensors import local_of
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.harness.scene import forget_megatron
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import UNITS, eager, gradient, make_model, set_gradients
 from tests.unit.storage import foreign, runs

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.fsdp2.model import config, cut, eager, far, gradient, shard, weights
 from tests.unit.storage.full_state import Case, build, differences, full_state, steps
 

@@ -13,9 +13,9 @@ import torch
 from megatron_eopt.base import kernels
 from megatron_eopt.math import passes
 from megatron_eopt.optimizers.storage import Storage
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.kernels import interpreted_kernels
-from tests.harness.scene import forget_megatron
 from tests.harness.tiers import mostly_long
 from tests.unit.storage.full_state import Case, build, differences, full_state, steps
 from tests.unit.storage.runs import NORMUON, REPLICATED, inject

@@ -12,10 +12,10 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import distrib_optimizer
 
 from megatron_eopt.optimizers.scalar import ELEMENT_WISE_CLASSES
+from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers import specs
 from tests.harness import run_ranks
 from tests.harness.models import copies_of
-from tests.harness.scene import forget_megatron
 from tests.unit.storage import full_state, runs
 from tests.unit.storage.full_state import Case, build, differences, steps
 from tests.unit.storage.runs import REPLICATED, Run, gradients, set_lr

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import distributed
 
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.storage import full_state
 from tests.unit.storage.full_state import Case, build, differences
 from tests.unit.storage.runs import MOE, PLAIN, SHARDED, gradients

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import distributed
 
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import Case, build, differences, full_state, load, save, steps
 from tests.unit.storage.runs import DENSE, MOE, NORMUON
 from tests.unit.storage.test_layouts import TOLERANCE

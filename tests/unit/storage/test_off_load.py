@@ -9,8 +9,8 @@ import torch
 from torch import distributed
 
 from megatron_eopt.layouts import redistribution
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import (
     Case,
     build,

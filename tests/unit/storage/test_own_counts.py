@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import eager
 from tests.unit.storage import full_state

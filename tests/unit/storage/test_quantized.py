@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.models import wrap_ddp
 from tests.harness.quantized import QuantizedTensor, quantize_weights, quantized_weights
-from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import Case, build, optimizer_over, resume, steps, write
 from tests.unit.storage.runs import DENSE, Slab, make_chunk, slab_of
 

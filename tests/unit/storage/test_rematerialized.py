@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers.gradients import GradNorm
 from tests.harness import run_ranks
 from tests.harness.collectives import counted
-from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import Case, build, differences, resume, save_one, steps, write
 from tests.unit.storage.runs import (
     DENSE,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_eopt import checkpoints
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import (
     Case,
     build,

@@ -10,8 +10,8 @@ from megatron.core import dist_checkpointing
 
 from megatron_eopt import checkpoints
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.harness.tiers import mostly_long
 from tests.unit.storage.full_state import Case, build, resume, save_one, sharded, steps
 from tests.unit.storage.runs import DENSE, REPLICATED, set_lr

@@ -17,9 +17,9 @@ from torch import nn
 
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import wrap_ddp
-from tests.harness.scene import forget_megatron
 from tests.reference.adaptive_muon import AdaptiveReference
 from tests.reference.muon import Matrix, newton_schulz
 from tests.unit.fsdp2.model import eager

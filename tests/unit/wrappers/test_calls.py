@@ -12,10 +12,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.muon import get_megatron_muon_optimizer
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
-from tests.harness.scene import forget_megatron
 
 GROUP_KEYS = {
     "params", "is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr",

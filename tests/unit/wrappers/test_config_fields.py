@@ -11,8 +11,8 @@ import torch
 
 from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.config.config import EmergingOptimizerConfig
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.harness.tiers import mostly_long
 from tests.unit.storage.runs import DENSE, PLAIN, Run, inject, make_chunk
 from tests.unit.wrappers.by_hand import Weights, compared

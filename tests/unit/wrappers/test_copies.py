@@ -10,8 +10,8 @@ from torch import nn
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import Case, build
 from tests.unit.storage.runs import REPLICATED
 

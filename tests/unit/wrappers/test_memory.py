@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_eopt.base.live_bytes import LiveBytes
+from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers.memory import Memory
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import Case, optimizer_over, steps
 from tests.unit.storage.runs import make_chunk
 

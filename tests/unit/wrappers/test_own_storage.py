@@ -13,10 +13,10 @@ from megatron_eopt.extending import (
     build_replicated,
     register_storage,
 )
+from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers import builders
 from megatron_eopt.wrappers.replicated import Float32Optimizer
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.storage import runs
 from tests.unit.storage.full_state import Case, build, differences, interrupted, steps
 

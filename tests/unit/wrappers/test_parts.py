@@ -1,6 +1,5 @@
 """A storage of plain tensors says which part of each parameter a rank has, and in which group."""
 
-import functools
 import re
 
 import pytest
@@ -12,15 +11,13 @@ from torch import distributed, nn
 from megatron_eopt import (
     ConfigurationError,
     EmergingOptimizerConfig,
-    conformance,
     get_megatron_optimizer,
 )
 from megatron_eopt.extending import build_sharded, register_storage
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.testing import conformance
 from megatron_eopt.wrappers import builders
 from tests.harness import run_ranks
-
-check = functools.partial(conformance.check, run=run_ranks)
 
 
 @register_storage
@@ -63,15 +60,11 @@ def in_columns(model):
         ("soap", {"clip_grad": 0.0}, in_rows),
         ("soap", {"clip_grad": 0.0}, in_columns),
         ("muon", {"bf16": True}, in_rows),
+        ("adam", {}, in_rows),
     ],
 )
 def test_two_ranks_train_as_one_does(optimizer, config, storage):
-    check(optimizer, config, storage=storage)
-
-
-@pytest.mark.long
-def test_a_package_needs_nothing_but_the_conformance_test():
-    conformance.check("adam", storage=in_rows)
+    conformance.check(optimizer, config, storage=storage)
 
 
 class Experts(nn.Module):

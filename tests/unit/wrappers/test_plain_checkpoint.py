@@ -11,8 +11,8 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 
 from megatron_eopt import checkpoints
 from megatron_eopt.config.registry import optimizer_names
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import RankError, run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import (
     Case,
     build,

@@ -9,8 +9,8 @@ import torch
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.config.registry import optimizer_names
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.harness.tiers import mostly_long
 from tests.unit.storage.full_state import Case, build, differences, full_state, steps
 from tests.unit.storage.runs import DENSE, PLAIN, SHARDED

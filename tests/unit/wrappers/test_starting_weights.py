@@ -7,8 +7,8 @@ import pytest
 
 from megatron_eopt import ConfigurationError
 from megatron_eopt.qk_clip.attention import attentions
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.storage.full_state import Case, build
 
 WORDS = {"muon_hyperball": "non-zero norm", "sinkhorn_muon": "negative values"}

@@ -11,9 +11,9 @@ from megatron_eopt import TensorParallelMuon
 from megatron_eopt.config.registry import registered
 from megatron_eopt.extending import EmergingOptimizerEntry
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers import factory
 from tests.harness import run_ranks
-from tests.harness.scene import forget_megatron
 from tests.unit.contracts.callers import scheduler_of
 from tests.unit.fsdp2.model import config, gradient, make_model
 from tests.unit.storage.full_state import Case, build

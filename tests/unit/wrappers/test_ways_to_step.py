@@ -12,10 +12,10 @@ import torch.distributed as dist
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.math import passes
 from megatron_eopt.optimizers import muon_rule
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import forward_backward, synthetic_batch, tiny_gpt, wrap_ddp
-from tests.harness.scene import forget_megatron
 from tests.harness.streams import LateStream, late_streams
 from tests.unit.storage.runs import NORMUON, OVERLAP, SHARDED
 

@@ -1,7 +1,7 @@
-"""Worker processes for one number of ranks, kept over the tests of a session.
+"""Worker processes for one number of ranks, kept from call to call.
 
 They are forked from a server process that has imported torch and megatron-core once. After any
-error or time-out the next test gets fresh ones.
+error or time-out the next call gets fresh ones.
 """
 
 import atexit
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.harness.worker import FORGET, PRELOADED, Job, Reply, serve
+from megatron_eopt.testing.worker import FORGET, PRELOADED, Job, Reply, serve
 
 START_TIMEOUT_S = 180.0
 CROWD = 300
@@ -66,9 +66,14 @@ class _Worker:
 
 
 class Pool:
-    """``world_size`` worker processes; see :meth:`run`."""
+    """``world_size`` worker processes; see :meth:`run`.
 
-    def __init__(self, world_size: int) -> None:
+    With ``fresh``, they are started afresh, as processes must be that use CUDA.
+    """
+
+    def __init__(self, world_size: int, *, fresh: bool = False) -> None:
+        self._context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
+        self._context.set_forkserver_preload(list(PRELOADED))
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._jobs = itertools.count()
         self._workers: list[_Worker] = []
@@ -81,13 +86,11 @@ class Pool:
             raise
 
     def _start(self, rank: int, world_size: int) -> _Worker:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
-        ours, theirs = context.Pipe()
-        their_life, our_life = context.Pipe(duplex=False)
+        ours, theirs = self._context.Pipe()
+        their_life, our_life = self._context.Pipe(duplex=False)
         stacks = self._folder / f"stacks-{rank}"
         # not daemonic: a daemon may not start the processes of a data loader or a checkpoint
-        process = context.Process(
+        process = self._context.Process(
             target=serve, args=(rank, world_size, theirs, their_life, stacks), daemon=False
         )
         with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore"):
@@ -97,12 +100,17 @@ class Pool:
         return _Worker(rank, process, ours, our_life, stacks)
 
     def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, cpu: bool
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        timeout: float,
+        cpu: bool,
+        backend: str = "gloo",
     ) -> list[Any]:
         """Call ``function(*args)`` on every rank and return the results in the order of ranks."""
         payload = pickle.dumps((function, args))
         store = self._folder / f"store-{next(self._jobs)}"
-        job = pickle.dumps(Job(store, tuple(sys.path), cpu, payload))
+        job = pickle.dumps(Job(store, tuple(sys.path), cpu, backend, payload))
         for worker in self._workers:
             with contextlib.suppress(BrokenPipeError):  # found dead, with its exit code, below
                 worker.connection.send_bytes(job)

@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
+
+from megatron_eopt.testing.scene import connect, forget_everything, watch_wrapped_models
+
 # imported once by the server process that the workers are forked from
 PRELOADED = (
     "megatron.core.models.gpt.gpt_layer_specs",
@@ -33,6 +37,7 @@ class Job:
     store: Path  # file for the rendezvous, new for every job
     path: tuple[str, ...]  # the parent's ``sys.path``, so that the test module can be found
     cpu: bool  # whether to enable the CPU back end
+    backend: str  # what connects the ranks: "gloo" or "nccl"
     payload: bytes  # the pickled function and its arguments
 
 
@@ -57,8 +62,6 @@ def serve(
     # Ctrl-C reaches the whole foreground group; the parent is the one to react
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    from tests.harness.scene import forget_everything, watch_wrapped_models
 
     watch_wrapped_models()
     # half a million objects of imported modules stay, and need not be looked at after every job
@@ -92,11 +95,12 @@ def _die_with_parent(life: Connection) -> None:
 
 
 def _answer(job: Job, rank: int, world_size: int, environment: dict[str, str]) -> Reply:
-    from tests.harness.scene import set_scene
-
     try:
         sys.path[:] = job.path
-        set_scene(rank, world_size, job.store, job.cpu, environment)
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_num_threads(1)
+        connect(rank, world_size, job.store, cpu=job.cpu, backend=job.backend)
     except BaseException:
         return Reply(error=traceback.format_exc().strip(), connected=False)
     try:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from megatron_eopt import cpu
+from megatron_eopt.cpu import disable, enable
 
 # below the parent's time-out a rank would report gloo's own one, above it the parent speaks first
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -33,20 +33,16 @@ def watch_wrapped_models() -> None:
     torch.nn.modules.module.register_module_module_registration_hook(note)
 
 
-def set_scene(
-    rank: int, world_size: int, store: Path, on_cpu: bool, environment: dict[str, str]
-) -> None:
-    """Connect the ranks over gloo."""
-    os.environ.clear()
+def connect(rank: int, world_size: int, store: Path, *, cpu: bool, backend: str) -> None:
+    """Make this process a rank, with the CPU back end if asked."""
     ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
-    os.environ.update({**environment, **ranks, **sizes, "MASTER_ADDR": "127.0.0.1"})
-    torch.set_num_threads(1)
+    os.environ.update({**ranks, **sizes, "MASTER_ADDR": "127.0.0.1"})
     torch.manual_seed(0)
-    if on_cpu:
-        cpu.enable()
+    if cpu:
+        enable()
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
@@ -59,8 +55,8 @@ def forget_everything() -> None:
     forget_megatron()
     forget_wrapped_models()
     # it gives out meshes of groups that are no more
-    _clear_sharding_prop_cache()
-    cpu.disable()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    disable()
     if dist.is_initialized():
         groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()

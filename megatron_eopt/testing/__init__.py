@@ -1,0 +1,1 @@
+"""Tests of optimizers and storages, and the processes in which they run."""
