@@ -74,46 +74,42 @@ class Entry:
 
 type Chunk = tuple[Entry, ...]
 type StageChunks = tuple[Chunk, ...]
+type RankOrder = tuple[StageChunks, StageChunks]
+"""The parameters of a rank's chunks, in order: dense ones, and those of experts."""
 
 
-@dataclass(frozen=True)
-class Order:
-    """The parameters of this rank's chunks, in order: those that experts have apart, and others."""
-
-    dense: StageChunks
-    experts: StageChunks
-
-
-def order_of(model_chunks: Sequence[Any], model_state: Mapping[str, Any]) -> Order:
+def order_of(model_chunks: Sequence[Any], model_state: Mapping[str, Any]) -> RankOrder:
     """Return the trainable parameters of a rank's chunks, in the order of megatron-core's DDP.
 
     Nothing for DTensors and under weight rematerialization, which are never saved by bucket.
     """
     chunks = [[p for p in chunk.parameters() if p.requires_grad] for chunk in model_chunks]
     if any(isinstance(p, DTensor) or row_cut(p).size > 1 for p in itertools.chain(*chunks)):
-        return Order((), ())
+        return (), ()
     spaces = parameter_spaces(model_state, dict.fromkeys(itertools.chain(*chunks)))
 
     def those(*, dense: bool) -> StageChunks:
-        mine = ([p for p in chunk if getattr(p, "allreduce", True) == dense] for chunk in chunks)
-        return tuple(tuple(_entry(spaces[p], p) for p in chunk) for chunk in mine)
+        return tuple(
+            tuple(_entry(spaces[p], p) for p in chunk if getattr(p, "allreduce", True) == dense)
+            for chunk in chunks
+        )
 
-    return Order(those(dense=True), those(dense=False))
+    return those(dense=True), those(dense=False)
 
 
 def _entry(space: ParameterSpace, param: Tensor) -> Entry:
     dim, shape, sections = cut_dimension(param), list(param.shape), space.sections(param)
     if dim != -1:
         shape[dim] = sum(section.shape[dim - param.dim()] for section in sections)
-    found = _LAYER.match(space.key)
-    layer = None if found is None else int(found[1] or (*space.places, 0)[0])
+    match = _LAYER.match(space.key)
+    layer = None if match is None else int(match[1] or (*space.stack_index, 0)[0])
     dtype = torch.uint8 if is_float8tensor(param) else param.dtype  # as in megatron-core's DDP
     return Entry(space.name, layer, str(dtype), tuple(shape), dim, tuple(sections))
 
 
 def boxes_by_order(
     shapes: Mapping[str, tuple[int, ...] | None],
-    orders: Iterable[Order],
+    orders: Iterable[RankOrder],
     named: Iterable[str],
 ) -> dict[str, list[Source]]:
     """Return where parameters are in buckets; nothing if they do not fill them exactly.
@@ -124,25 +120,24 @@ def boxes_by_order(
         named: Parameters, or stacks of them, whose state the checkpoint has by name.
     """
     written = _buckets_in(shapes)
-    known = {*named}
+    names = {*named}
     boxes: dict[str, dict[Box, Source]] = {}
-    ranks = [*orders]
-    for stages in ([rank.dense for rank in ranks], [rank.experts for rank in ranks]):
+    for all_stages in zip(*orders, strict=True):
         # in the order of ranks, where nothing else tells
-        each = dict.fromkeys(_unnamed(stage, known) for stage in stages)
-        mine = sorted(filter(None, each), key=_place_of)
+        distinct = dict.fromkeys(_unnamed(stage, names) for stage in all_stages)
+        stages = sorted(filter(None, distinct), key=_first_layer)
         for chain, by_rank in written.items():
-            found = mine and _fit(by_rank, mine)
-            if found:
-                for name, source in found:
+            fitting = stages and _fit(by_rank, stages)
+            if fitting:
+                for name, source in fitting:
                     # several model-parallel ranks may have a parameter
                     boxes.setdefault(name, {}).setdefault(source.box, source)
                 del written[chain]
                 break
         else:
-            if mine:
+            if stages:
                 return {}
-    return {} if written else {name: [*its.values()] for name, its in boxes.items()}
+    return {} if written else {name: [*by_box.values()] for name, by_box in boxes.items()}
 
 
 def _unnamed(stage: StageChunks, named: set[str]) -> StageChunks:
@@ -153,8 +148,8 @@ def _unnamed(stage: StageChunks, named: set[str]) -> StageChunks:
     return tuple(chunk for chunk in chunks if chunk)
 
 
-def _place_of(chunks: Iterable[Chunk]) -> tuple[float, tuple[int, ...]]:
-    """Return what pipeline stages, and ranks of experts, are sorted by."""
+def _first_layer(chunks: Iterable[Chunk]) -> tuple[float, tuple[int, ...]]:
+    """Return what stages, and ranks of experts, are sorted by: first layer and offset in stacks."""
     entries = [entry for chunk in chunks for entry in chunk]
     layers = [entry.layer for entry in entries if entry.layer is not None]
     is_first = any("embedding" in section.key for entry in entries for section in entry.sections)
@@ -168,22 +163,17 @@ type _Written = dict[int, dict[int, tuple[str, list[tuple[str, int]]]]]
 
 def _buckets_in(shapes: Mapping[str, tuple[int, ...] | None]) -> dict[str, _Written]:
     """Return the buckets of each optimizer of the chain that wrote them."""
-    found = {
-        match[0]: (match, shape[0])
+    # all kinds of state have the same buckets
+    distinct = {
+        (m["chain"], int(m["rank"]), int(m["buffer"]), int(m["number"]), m["dtype"], m[0]): shape[0]
         for key, shape in shapes.items()
-        if shape and (match := _BUCKET.match(key))
+        if shape and (m := _BUCKET.match(key))
     }
-
-    def number(item: tuple[re.Match[str], int]) -> tuple[str, int, int, int]:
-        match = item[0]
-        return match["chain"], int(match["rank"]), int(match["buffer"]), int(match["number"])
-
     written: dict[str, _Written] = {}
-    for match, size in sorted(found.values(), key=number):
-        chain, rank, buffer, _ = number((match, size))
+    for (chain, rank, buffer, _, dtype, name), size in sorted(distinct.items()):
         buffers = written.setdefault(chain, {}).setdefault(rank, {})
-        _, buckets = buffers.setdefault(buffer, (match["dtype"], []))
-        buckets.append((match[0], size))
+        _, buckets = buffers.setdefault(buffer, (dtype, []))
+        buckets.append((name, size))
     return written
 
 
@@ -194,11 +184,11 @@ def _fit(written: _Written, stages: Sequence[StageChunks]) -> list[tuple[str, So
         if rest:
             continue
         # model-parallel ranks count tensor parallelism first
-        found = [
+        by_rank = [
             _in_buffers(written[rank], candidate[rank // tp], tp, rank % tp) for rank in written
         ]
-        if all(boxes is not None for boxes in found):
-            return [box for boxes in found for box in boxes or ()]
+        if all(boxes is not None for boxes in by_rank):
+            return [box for boxes in by_rank for box in boxes or ()]
     return None
 
 
@@ -208,8 +198,8 @@ def _candidates(
     """Yield pipelines: this run's, then those whose stages have equally many layers."""
     yield stages
     # interleaved stages have several chunks, in turn
-    chunks = sorted((chunk for stage in stages for chunk in stage), key=lambda c: _place_of([c]))
-    once: dict[SavedSection, Entry] = {}  # tied weights at their first place
+    chunks = sorted((chunk for stage in stages for chunk in stage), key=lambda c: _first_layer([c]))
+    once: dict[SavedSection, Entry] = {}  # tied weights where they are first
     for entry in itertools.chain(*chunks):
         once.setdefault(entry.sections[0], entry)
     in_order = [*once.values()]
@@ -229,13 +219,13 @@ def _candidates(
 def _split(entries: Sequence[Entry], chunks: int, layers: int) -> list[Chunk]:
     """Split parameters into chunks of equally many layers; others are at either end."""
     split: list[list[Entry]] = [[] for _ in range(chunks)]
-    at = 0
+    number = 0
     for entry in entries:
         if entry.layer is not None:
-            at = entry.layer // layers
+            number = entry.layer // layers
         elif any(entry.layer is not None for chunk in split for entry in chunk):
-            at = chunks - 1
-        split[at].append(entry)
+            number = chunks - 1
+        split[number].append(entry)
     return [tuple(chunk) for chunk in split]
 
 
@@ -243,28 +233,29 @@ def _in_buffers(
     written: Mapping[int, tuple[str, list[tuple[str, int]]]], stage: StageChunks, tp: int, rank: int
 ) -> list[tuple[str, Source]] | None:
     """Return the boxes of a rank's parameters, if they fill its buckets exactly."""
-    mine = []
-    for chunk in stage:
-        for dtype in dict.fromkeys(entry.dtype for entry in chunk):
-            mine.append((dtype, [entry for entry in reversed(chunk) if entry.dtype == dtype]))
-    theirs = [written[buffer] for buffer in sorted(written)]
-    if [dtype for dtype, _ in mine] != [dtype for dtype, _ in theirs]:
+    buffers = [
+        (dtype, [entry for entry in reversed(chunk) if entry.dtype == dtype])
+        for chunk in stage
+        for dtype in dict.fromkeys(entry.dtype for entry in chunk)
+    ]
+    in_order = [written[buffer] for buffer in sorted(written)]
+    if [dtype for dtype, _ in buffers] != [dtype for dtype, _ in in_order]:
         return None
-    found: list[tuple[str, Source]] = []
-    for (_, entries), (_, buckets) in zip(mine, theirs, strict=True):
+    boxes: list[tuple[str, Source]] = []
+    for (_, entries), (_, buckets) in zip(buffers, in_order, strict=True):
         shapes = [entry.shape_at(tp) for entry in entries]
         numels = [math.prod(shape) for shape in shapes if shape is not None]
-        places = len(numels) == len(shapes) and _places([size for _, size in buckets], numels)
-        if not places:
+        starts = len(numels) == len(shapes) and _starts([size for _, size in buckets], numels)
+        if not starts:
             return None
-        for entry, (number, first) in zip(entries, places, strict=True):
-            found += entry.boxes(buckets[number][0], first, tp, rank)
-    return found
+        for entry, (number, first) in zip(entries, starts, strict=True):
+            boxes += entry.boxes(buckets[number][0], first, tp, rank)
+    return boxes
 
 
-def _places(buckets: Sequence[int], numels: Sequence[int]) -> list[tuple[int, int]] | None:
+def _starts(buckets: Sequence[int], numels: Sequence[int]) -> list[tuple[int, int]] | None:
     """Return bucket and first element of each parameter, if they fill the buckets exactly."""
-    places: list[tuple[int, int]] = []
+    starts: list[tuple[int, int]] = []
     number = end = 0
 
     def aligned(index: int) -> int:
@@ -276,7 +267,7 @@ def _places(buckets: Sequence[int], numels: Sequence[int]) -> list[tuple[int, in
             if buckets[number] not in (end, aligned(end)) or number + 1 == len(buckets):
                 return None
             number, end = number + 1, 0
-        places.append((number, aligned(end)))
+        starts.append((number, aligned(end)))
         end = aligned(end) + numel
     is_full = number + 1 == len(buckets) and buckets[number] in (end, aligned(end))
-    return places if is_full else None
+    return starts if is_full else None

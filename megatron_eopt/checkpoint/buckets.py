@@ -7,7 +7,6 @@ box of which parameter is where in a bucket.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +31,22 @@ _GROUPS = re.compile(
 """The key of the groups that are saved beside the buckets of a model-parallel rank."""
 
 
-@dataclass(frozen=True)
-class SavedBuckets:
-    """What a checkpoint says about its buckets."""
-
-    # by parameter; their keys and shapes are of a bucket, without a kind of state
-    boxes: Mapping[str, Sequence[Source]] = field(default_factory=dict)
-    # groups and loss scale of each optimizer of the chain
-    common: Sequence[Mapping[str, Any]] = ()
+type BucketBoxes = Mapping[str, Sequence[Source]]
+"""By parameter: its boxes, whose keys and shapes are of a bucket, without a kind of state."""
 
 
-def read_buckets(folder: Path, metadata: Metadata) -> SavedBuckets:
-    """Read what a checkpoint says about its buckets."""
+def read_buckets(folder: Path, metadata: Metadata) -> tuple[BucketBoxes, list[dict[str, Any]]]:
+    """Read where parameters are in buckets, and groups and loss scale of each optimizer."""
     boxes: dict[str, dict[Box, Source]] = {}
     common: dict[str, dict[str, Any]] = {}
-    there = metadata.state_dict_metadata
-    for key in there:
+    saved = metadata.state_dict_metadata
+    for key in saved:
         match = _GROUPS.fullmatch(key)
         # all model-parallel ranks have the same groups
         if match is not None and match["chain"] not in common:
             keys = {name: f"{match[1]}{name}{_SUFFIX}" for name in ("optimizer", "grad_scaler")}
-            its = {name: key for name, key in keys.items() if key in there}
             common[match["chain"]] = {
-                n: object_at(folder, metadata, key)[0] for n, key in its.items()
+                n: object_at(folder, metadata, key)[0] for n, key in keys.items() if key in saved
             }
         parts = split_key(key)
         if parts is None or parts.kind is not None or not parts.name.startswith(BUCKET_PARAMS):
@@ -62,13 +54,13 @@ def read_buckets(folder: Path, metadata: Metadata) -> SavedBuckets:
         (layout,) = object_at(folder, metadata, key)
         if not isinstance(layout, Mapping):
             continue  # written before boxes were saved
-        prefix = next(p for p in layout["prefixes"] if f"{p}optimizer{_SUFFIX}" in there)
+        prefix = next(p for p in layout["prefixes"] if f"{p}optimizer{_SUFFIX}" in saved)
         for parameter, bucket, first, strides, shape, offset in layout["boxes"]:
             box = Box(offset, shape)
             # several model-parallel ranks may have a parameter
             source = in_bucket(prefix + bucket, first, strides, box)
             boxes.setdefault(parameter, {}).setdefault(box, source)
-    return SavedBuckets({key: list(its.values()) for key, its in boxes.items()}, [*common.values()])
+    return {key: list(by_box.values()) for key, by_box in boxes.items()}, [*common.values()]
 
 
 def in_bucket(bucket: str, first: int, strides: tuple[int, ...], box: Box) -> Source:
@@ -77,7 +69,7 @@ def in_bucket(bucket: str, first: int, strides: tuple[int, ...], box: Box) -> So
 
 
 class BucketSpace:
-    """The places of one optimizer's parameters in a checkpoint by bucket.
+    """Where one optimizer's parameters are in a checkpoint by bucket.
 
     Args:
         optimizer: Megatron's distributed optimizer.
@@ -88,8 +80,8 @@ class BucketSpace:
     def __init__(self, optimizer: Any, prefixes: tuple[str, ...]) -> None:
         name = f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}."
         self.prefixes = tuple(prefix + name for prefix in prefixes)
-        place = f"{next(filter(None, prefixes))}{optimizer.data_parallel_group_idx}"
-        self.params_name = buffer_params_name(place, optimizer.buffer_params)
+        label = f"{next(filter(None, prefixes))}{optimizer.data_parallel_group_idx}"
+        self.params_name = buffer_params_name(label, optimizer.buffer_params)
         self._optimizer = optimizer
 
     def boxes(self, model_state: Mapping[str, Any]) -> Iterator[tuple[str, int, Source]]:
@@ -114,8 +106,8 @@ class BucketSpace:
     def described(self, model_state: Mapping[str, Any]) -> ShardedObject:
         """Return the object that says which parameters are where in the buckets."""
         boxes = [
-            (key, source.key, *source.place, source.strides, source.box.shape, source.box.offset)
-            for key, _, source in self.boxes(model_state)
+            (key, it.key, *it.global_offset, it.strides, it.box.shape, it.box.offset)
+            for key, _, it in self.boxes(model_state)
         ]
         layout = {"prefixes": self.prefixes, "boxes": boxes}
         return ShardedObject(

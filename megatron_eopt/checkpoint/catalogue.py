@@ -5,7 +5,7 @@
 unchecked, so a checkpoint must be trusted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_eopt.checkpoint.buckets import SavedBuckets, read_buckets
+from megatron_eopt.checkpoint.buckets import BucketBoxes, read_buckets
 from megatron_eopt.checkpoint.files import (
     RANK_FILE,
     form_of,
@@ -59,7 +59,9 @@ class Catalogue:
     common: Mapping[str, Any] = field(default_factory=dict)  # arguments, groups and the like
     # settings of groups by parameter, in ``fsdp_dtensor``
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    buckets: SavedBuckets = field(default_factory=SavedBuckets)
+    bucket_boxes: BucketBoxes = field(default_factory=dict)  # where parameters are in buckets
+    # groups and loss scale of each optimizer of the chain that are saved with its buckets
+    bucket_common: Sequence[Mapping[str, Any]] = ()
 
     @cached_property
     def shapes(self) -> Shapes:
@@ -74,11 +76,11 @@ class Catalogue:
     @cached_property
     def state(self) -> Mapping[str, Mapping[str, Saved]]:
         """State by the name of the parameter, and kind."""
-        found: dict[str, dict[str, Saved]] = {}
+        by_name: dict[str, dict[str, Saved]] = {}
         for value in self.values.values():
             if value.kind is not None and not value.in_bucket:
-                found.setdefault(value.name, {})[value.kind] = value
-        return found
+                by_name.setdefault(value.name, {})[value.kind] = value
+        return by_name
 
     @cached_property
     def in_buckets(self) -> frozenset[str]:
@@ -99,15 +101,15 @@ def read_catalogue(folder: Path) -> Catalogue:
     """
     if form_of(folder) == "torch":
         # the first rank's; others have the same groups
-        own = min(folder.glob("mp_rank_*")) / RANK_FILE
-        return Catalogue("torch", {}, read_rank_file(own))
+        path = min(folder.glob("mp_rank_*")) / RANK_FILE
+        return Catalogue("torch", {}, read_rank_file(path))
     metadata = read_metadata(folder)
     # torch notes how to nest the keys, megatron-core does not
     if metadata.planner_data:
         return _of_torch(folder, metadata)
     values = {key: by_key(key, *_sizes(item)) for key, item in metadata.state_dict_metadata.items()}
     common = read_common_state(folder)
-    return Catalogue("torch_dist", values, common, buckets=read_buckets(folder, metadata))
+    return Catalogue("torch_dist", values, common, {}, *read_buckets(folder, metadata))
 
 
 def by_key(
@@ -160,5 +162,5 @@ def _sizes(item: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None, tuple
     """Return shape, number type and cuts of a tensor; of an object there are none."""
     if not isinstance(item, TensorStorageMetadata):
         return None, None, ()
-    cuts = (len(set(places)) for places in zip(*(c.offsets for c in item.chunks), strict=True))
+    cuts = (len(set(offsets)) for offsets in zip(*(c.offsets for c in item.chunks), strict=True))
     return tuple(item.size), item.properties.dtype, tuple(cuts)

@@ -34,9 +34,9 @@ class Contents:
         self.catalogue = catalogue
         # a rank's file has no more than the rank's own boxes
         self._reads_boxes = catalogue.form != "torch"
-        self._boxes = catalogue.buckets.boxes
+        self._boxes = catalogue.bucket_boxes
         self._groups = SavedGroups(catalogue.groups, ours)
-        # full key by key without the place in a chain: two optimizers of a chain have no parameter
+        # full key by key without the index in a chain: two optimizers of a chain have no parameter
         # in common, so nothing is lost
         self._keys = {key.removeprefix(value.chain): key for key, value in catalogue.values.items()}
 
@@ -46,14 +46,14 @@ class Contents:
         # a parameter that is saved under several keys has a kind of state only if all of them have
         # it
         stacks = (
-            {*state.get(stack, ()), *state.get(unstacked_key(stack, space.places), ())}
+            {*state.get(stack, ()), *state.get(unstacked_key(stack, space.stack_index), ())}
             for stack in space.keys
         )
         # state of matrices is under the parameter's own name only
         kinds = set.intersection(*stacks) | {*state.get(space.name, ())}
         kinds -= MAINS | {STEP}
         boxes = (source.box for key in space.keys for source in self._boxes.get(key, ()))
-        if kinds or all(box.offset[: space.prepended] != space.places for box in boxes):
+        if kinds or all(box.offset[: space.prepended] != space.stack_index for box in boxes):
             names = space.name, space.key
             return self._groups.state_of(names, kinds, reader, is_matrix=space.is_matrix)
         # megatron-core saves only Adam and SGD in this form
@@ -82,7 +82,7 @@ class Contents:
             # with the index in a chain, if the checkpoint's keys have one
             return replace(piece, key=key.removesuffix(name) + piece.key) if key else None
         forms = self._forms(piece, own, kind, stacked, matrices)
-        return next((found for its in forms if (found := assemble(piece, its))), None)
+        return next((read for sources in forms if (read := assemble(piece, sources))), None)
 
     def _forms(
         self,
@@ -100,12 +100,12 @@ class Contents:
                 yield self._of_tensor(piece.key, piece)
             if not self._reads_boxes:
                 return
-            its = (part for part in matrices if part.key(own) == piece.key)
             yield [
-                Source(key, self._shape(key), part.box, part.place)
-                for part in its
+                Source(key, part.global_shape, part.box, part.global_offset)
+                for part in matrices
+                if part.key(own) == piece.key
                 for key in self._present(state_key(kind, part.parameter))
-                if self._shape(key) == part.whole
+                if self._shape(key) == part.global_shape
             ]
             return
         yield self._of_tensor(state_key(kind, parameter), piece)
@@ -114,12 +114,12 @@ class Contents:
         if stacked:
             yield self._of_layers(state_key(kind, parameter), piece, stacked)
         yield [
-            replace(source, key=key, whole=size)
+            replace(source, key=key, global_shape=size)
             for source in self._boxes.get(parameter, ())
             if (size := self.catalogue.shapes.get(key := f"{source.key}.{kind}"))
         ]
         yield [
-            Source(key, self._shape(key), Box(part.place, part.size), part.box.offset)
+            Source(key, part.shape, Box(part.global_offset, part.size), part.box.offset)
             for part in matrices
             if part.parameter == parameter
             for key in self._present(part.key(kind))
@@ -135,8 +135,8 @@ class Contents:
         return self.catalogue.shapes[full] or ()
 
     def _of_tensor(self, key: str, piece: ShardedTensor) -> list[Source]:
-        found = (tensor_sources(full, self._shape(full), piece) for full in self._present(key))
-        return next(found, [])
+        sources = (tensor_sources(full, self._shape(full), piece) for full in self._present(key))
+        return next(sources, [])
 
     def _of_layers(self, key: str, piece: ShardedTensor, stacked: int) -> list[Source]:
         """Return the tensors of the layers, or experts, that a piece of a stack has."""
@@ -144,10 +144,10 @@ class Contents:
         ranges = (range(at, at + n) for at, n in zip(first[:stacked], sizes, strict=False))
         shape, ones = tuple(piece.global_shape[stacked:]), (1,) * stacked
         return [
-            Source(full, (*ones, *shape), Box((*place, *zeros), (*ones, *shape)), (0,) * len(first))
+            Source(full, (*ones, *shape), Box((*index, *zeros), (*ones, *shape)), (0,) * len(first))
             for zeros in ((0,) * len(shape),)
-            for place in itertools.product(*ranges)
-            for full in self._present(unstacked_key(key, place))
+            for index in itertools.product(*ranges)
+            for full in self._present(unstacked_key(key, index))
             if self._shape(full) == (*ones, *shape)
         ]
 

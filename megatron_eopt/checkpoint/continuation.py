@@ -74,8 +74,8 @@ class Policy:
 
     def __or__(self, other: "Policy") -> "Policy":
         """Return a policy that allows what either of the two allows."""
-        meant = self.momentum_from_adam or other.momentum_from_adam
-        return Policy(self.fresh | other.fresh, meant)
+        from_adam = self.momentum_from_adam or other.momentum_from_adam
+        return Policy(self.fresh | other.fresh, from_adam)
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ def continuation_of(
         fits: Called as ``(key, saved_key)``; whether the saved value has the right shape.
     """
     candidates = {key: _candidates(key, reader, saved, policy) for key in keys}
-    fitting = {key: [o for o in its if fits(key, o.key)] for key, its in candidates.items()}
-    origins = {key: its[0] for key, its in fitting.items() if its}
+    fitting = {key: [o for o in each if fits(key, o.key)] for key, each in candidates.items()}
+    origins = {key: each[0] for key, each in fitting.items() if each}
     lacking = set(keys) - origins.keys()
     # state that has the right meaning and another shape is missing, not another optimizer's
     is_anothers = not any(candidates.values()) and reader.name not in saved.optimizers
@@ -157,27 +157,28 @@ def continuation_of(
     if lacking and saved.keys and is_anothers:
         fresh = lacking
     elif lacking <= policy.fresh:
-        fresh = begin_together(keys, lacking)
-    kept = {key: origin for key, origin in origins.items() if key not in fresh}
-    return Continuation(kept, frozenset(fresh), frozenset(lacking - fresh))
+        # all begin anew, because moments belong together and to one step count
+        fresh = lacking if lacking <= _MAY_BE_YOUNGER else set(keys)
+    origins = {key: origin for key, origin in origins.items() if key not in fresh}
+    return Continuation(origins, frozenset(fresh), frozenset(lacking - fresh))
 
 
 def _candidates(key: str, reader: Reader, saved: SavedState, policy: Policy) -> list[Origin]:
     """Return the saved values that ``key`` may continue from, the best first."""
     wanted = meaning_of(reader.name, key)
-    found = []
+    origins = []
     if saved.means(key, wanted):
-        found.append(Origin(key, _sum_by_sum(reader, saved) if wanted == SUM else 1.0))
+        origins.append(Origin(key, _sum_by_sum(reader, saved) if wanted == SUM else 1.0))
     elif wanted == MEAN and saved.means(key, SUM) and saved.momentum is not None:
-        found.append(Origin(key, 1 - saved.momentum))
+        origins.append(Origin(key, 1 - saved.momentum))
     elif wanted == SUM and saved.means(key, MEAN) and reader.momentum is not None:
-        found.append(Origin(key, 1 / (1 - reader.momentum)))
+        origins.append(Origin(key, 1 / (1 - reader.momentum)))
     if key == MOMENTUM and policy.momentum_from_adam:
         # a sum is the mean over 1 - momentum, if gradients hardly change
         factor = {MEAN: 1.0, SUM: 1 / (1 - (reader.momentum or 0.0))}.get(wanted)
         if factor is not None and saved.means(FIRST_MOMENT, MEAN):
-            found.append(Origin(FIRST_MOMENT, factor))
-    return found
+            origins.append(Origin(FIRST_MOMENT, factor))
+    return origins
 
 
 def _sum_by_sum(reader: Reader, saved: SavedState) -> float:
@@ -186,14 +187,6 @@ def _sum_by_sum(reader: Reader, saved: SavedState) -> float:
     if not (is_known and saved.is_anothers(reader)):
         return 1.0
     return (1 - saved.momentum) / (1 - reader.momentum)  # type: ignore[operator]
-
-
-def begin_together(keys: Collection[str], lacking: Collection[str]) -> set[str]:
-    """Return the keys of a parameter's state that start fresh if a checkpoint lacks some of them.
-
-    That is all of them, because moments belong together and to one step count.
-    """
-    return set(lacking if set(lacking) <= _MAY_BE_YOUNGER else keys)
 
 
 class Note(NamedTuple):
@@ -260,26 +253,26 @@ class LoadReport:
                 problems[key] = problem
             return problem is None
 
-        found = continuation_of(wanted.keys, wanted.reader, saved, self._policy, fits)
+        decided = continuation_of(wanted.keys, wanted.reader, saved, self._policy, fits)
         # what a checkpoint may lack must fit if it is there
-        found = replace(found, missing=found.missing - (wanted.spare - problems.keys()))
+        decided = replace(decided, missing=decided.missing - (wanted.spare - problems.keys()))
         has = ", ".join(sorted(saved.keys)) or "none"
-        self._missing += [(name, key, problems.get(key, "")) for key in sorted(found.missing)]
-        if found.missing and saved.keys and saved.is_anothers(wanted.reader):
+        self._missing += [(name, key, problems.get(key, "")) for key in sorted(decided.missing)]
+        if decided.missing and saved.keys and saved.is_anothers(wanted.reader):
             self._reasons[f"{has} are {saved.writer}'s"] = None
-            if (mine := wanted.reader.name) in saved.optimizers:
-                self._reasons[f"set 'optimizer': {mine!r} in its group if that is so"] = None
-        self._fresh += [f"{name}: {key}" for key in sorted(found.fresh)]
-        for key in sorted(found.fresh):
+            if (reader := wanted.reader.name) in saved.optimizers:
+                self._reasons[f"set 'optimizer': {reader!r} in its group if that is so"] = None
+        self._fresh += [f"{name}: {key}" for key in sorted(decided.fresh)]
+        for key in sorted(decided.fresh):
             is_theirs = key in saved.keys and not _candidates(key, wanted.reader, saved, Policy())
             whose = f" of {saved.writer}" if is_theirs else ""
             self.note(f"{key} starts fresh (the checkpoint has: {has}{whose})", name)
-        for key, origin in sorted(found.origins.items()):
+        for key, origin in sorted(decided.origins.items()):
             times = f", times {origin.factor:.4g}" if origin.factor != 1.0 else ""
             if times or origin.key != key:
                 by = f"{saved.writer}'s {origin.key}"
                 self.notes.append(Note(f"{key} starts as {by}{times}", name, is_asked=True))
-        return found
+        return decided
 
     def lack(self, name: str, key: str, problem: str = "") -> None:
         """Note further missing state, or state that does not fit."""

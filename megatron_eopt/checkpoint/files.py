@@ -116,12 +116,12 @@ def object_at(folder: Path, metadata: Metadata, key: str) -> Any:
     Raises:
         CheckpointError: If it cannot be read.
     """
-    at = metadata.storage_data[MetadataIndex(key)]
-    path = folder / at.relative_path
+    stored = metadata.storage_data[MetadataIndex(key)]
+    path = folder / stored.relative_path
     try:
         with path.open("rb") as file:
-            file.seek(at.offset)
-            content = io.BytesIO(file.read(at.length))
+            file.seek(stored.offset)
+            content = io.BytesIO(file.read(stored.length))
         return torch.load(content, weights_only=True)
     except Exception as error:  # a damaged file can raise anything
         raise damaged(path, f"cannot be read ({type(error).__name__})") from error

@@ -44,8 +44,8 @@ def requested(storage: Any, *, is_loading: bool) -> dict[str, Any]:
     prepare([storage], is_loading=is_loading)
     packed = storage.optimizer.state_dict()
     state: dict[str, dict[str, Any]] = {}
-    for group, its in zip(storage.optimizer.param_groups, packed["param_groups"], strict=True):
-        for param, number in zip(group["params"], its["params"], strict=True):
+    for group, numbered in zip(storage.optimizer.param_groups, packed["param_groups"], strict=True):
+        for param, number in zip(group["params"], numbered["params"], strict=True):
             state |= _in_parts(storage, param, packed["state"].get(number, {}))
     groups = [{**group, STEP: storage.steps} for group in storage.optimizer.param_groups]
     metas = storage._param_groups_to_param2group_meta(groups)
@@ -67,20 +67,20 @@ def load(storage: Any, loaded: Mapping[str, Any]) -> None:
     decided = storage.decided or raise_together(lambda: _decided_now(storage, readers, loaded))
     storage.decided = {}
     optimizer.allocate_for_load()
-    taken = {}
+    loads = {}
     for param in optimizer.names:
-        name, own = storage._param_name(param), optimizer.state[param]
+        name, current = storage._param_name(param), optimizer.state[param]
         read = {**state.get(name + _FIRST_HALF, {}), **state.get(name, {})}
-        its = decided[name]
+        continuation = decided[name]
         # a DTensor was loaded in place, maybe in parts
         values = {
-            key: own[key] if isinstance(own.get(key), DTensor) else read[origin.key]
-            for key, origin in its.origins.items()
+            key: current[key] if isinstance(current.get(key), DTensor) else read[origin.key]
+            for key, origin in continuation.origins.items()
         }
-        if STEP in own and not its.fresh:
+        if STEP in current and not continuation.fresh:
             values[STEP] = read.get(STEP, steps)
         of_user = {k: value for k, value in read.items() if is_users(readers[name][0].name, k)}
-        taken[param] = Loaded.by(its, values, of_user)
+        loads[param] = Loaded.by(continuation, values, of_user)
     names = {storage._param_name(param): name for param, name in optimizer.names.items()}
     groups = [{**meta, "params": [names[name]]} for name, meta in metas.items()]
     members = {
@@ -89,18 +89,18 @@ def load(storage: Any, loaded: Mapping[str, Any]) -> None:
     }
     storage.twins = [adopt(group, groups, members) for group in optimizer.param_groups]
     storage.loaded_groups = groups
-    optimizer.take(taken)
+    optimizer.take(loads)
     storage.steps = steps
 
 
 def _decided_now(storage: Any, readers: "Readers", loaded: Mapping[str, Any]) -> "Decided":
     """Return where state comes from whose keys and groups have been read as they are here."""
     values = {
-        f"{name}.{kind}": Saved(kind, name) for name, its in loaded["state"].items() for kind in its
+        f"{name}.{k}": Saved(k, name) for name, kinds in loaded["state"].items() for k in kinds
     }
-    there = Catalogue(FORMAT, values, settings=loaded[BY_PARAMETER])
+    catalogue = Catalogue(FORMAT, values, settings=loaded[BY_PARAMETER])
     policy, has_stepped = storage.optimizer.policy, storage.steps > 0
-    decided, notes = match(loaded, readers, there, policy, has_stepped=has_stepped)
+    decided, notes = match(loaded, readers, catalogue, policy, has_stepped=has_stepped)
     log_notes(notes)
     return decided
 
@@ -161,20 +161,20 @@ def match(
         ]
         settings = catalogue.settings.get(name, {})
         asked = {k for values, _ in parts for k in values if not is_users(reader.name, k)}
-        known = {kind for _, there in parts for kind in there}
-        saved = state_in([settings], known - MAINS - {STEP}, reader.name)
+        kinds = {kind for _, there in parts for kind in there}
+        saved = state_in([settings], kinds - MAINS - {STEP}, reader.name)
         keys = frozenset(asked - MAINS - {STEP})
         misfit = functools.partial(_misfit, parts)
-        found = decided[name] = report.decide(Wanted(name, reader, keys, spare), saved, misfit)
+        outcome = decided[name] = report.decide(Wanted(name, reader, keys, spare), saved, misfit)
         # megatron-core has no count beside a momentum
-        if STEP in asked - known - settings.keys() and found.origins.keys() - {MOMENTUM}:
+        if STEP in asked - kinds - settings.keys() and outcome.origins.keys() - {MOMENTUM}:
             report.lack(name, STEP)
         for values, there in parts:
             for kind in values.keys() - MAINS:
-                if kind in found.origins:
+                if kind in outcome.origins:
                     # the tensor stays, and is filled with what the other key has
-                    values[found.origins[kind].key] = values.pop(kind)
-                elif kind in keys or kind not in there or (kind == STEP and found.fresh):
+                    values[outcome.origins[kind].key] = values.pop(kind)
+                elif kind in keys or kind not in there or (kind == STEP and outcome.fresh):
                     del values[kind]
     report.refuse("checkpoint", has_stepped=has_stepped)
     for name, meta in wanted[BY_PARAMETER].items():
@@ -191,9 +191,9 @@ def _misfit(
     for values, there in parts:
         if kind in values and other not in there:
             return "is of a part of the weight only"
-        own, shape = values.get(kind), there[other].shape if other in there else None
-        if isinstance(own, Tensor) and shape not in (None, tuple(own.shape)):
-            return f"of shape {shape} must have shape {tuple(own.shape)}"
+        wanted, shape = values.get(kind), there[other].shape if other in there else None
+        if isinstance(wanted, Tensor) and shape not in (None, tuple(wanted.shape)):
+            return f"of shape {shape} must have shape {tuple(wanted.shape)}"
     return None
 
 
@@ -207,8 +207,8 @@ def _in_parts(storage: Any, param: Tensor, values: Mapping[str, Any]) -> dict[st
     inside = require_upstream("expert_param_local_key")(name, chunk.config.num_moe_experts)
     inside = inside.removeprefix("module.module.")
     # values in the form to save; the optimizer may keep 8-bit values between steps
-    kept = storage.optimizer.state[param]
-    cut = {k: values[k] for k, v in kept.items() if isinstance(v, DTensor) and k in values}
+    current = storage.optimizer.state[param]
+    cut = {k: values[k] for k, v in current.items() if isinstance(v, DTensor) and k in values}
     # without the wrapper of megatron_eopt.checkpoint.trainer, which expects the trainer's model
     splitting = inspect.unwrap(owner_of("expert_param_local_key").handle_swiglu_in_state_dict)
     names, _ = splitting(chunk.module, {inside: param.detach()}, None)

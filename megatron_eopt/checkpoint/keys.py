@@ -3,14 +3,14 @@
 Note [Keys]
     ``optimizer.state.{kind}.{parameter}`` is state in the parameter's unsharded shape, as in
     megatron-core. All other state belongs to one logical matrix:
-    ``optimizer.matrix_state.{kind}.{parameter}[.{place} ...].{matrix}of{count}``. Places are
-    indices in leading dimensions, such as the layer, and ``matrix`` is the index in the parameter's
+    ``optimizer.matrix_state.{kind}.{parameter}[.{index} ...].{matrix}of{count}``. Indices are those
+    in leading dimensions, such as the layer's, and ``matrix`` is the index in the parameter's
     split. If an optimizer updates each tensor-parallel shard separately, ``.tp{rank}of{size}``
     follows, because this state is not valid for another size.
 
     Megatron stacks the layers, or experts, of a model in one tensor. If only some of them have a
     kind of state, because others are frozen or have another optimizer, each gets its own tensor
-    ``optimizer.state.{kind}.{parameter}.{place}``, with leading dimensions of size 1.
+    ``optimizer.state.{kind}.{parameter}.{index}``, with leading dimensions of size 1.
 
     Megatron's Adam may be saved by bucket, without names of parameters. The key
     ``optimizer.buffer_params.{optimizer}.{hash}`` then identifies the parameters in the buckets.
@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 _KEY = re.compile(
     r"(?P<chain>chained_\d+\.)?optimizer\."
     r"(?:state\.(?P<kind>[^.]+)\.(?P<name>.+?)"
-    r"|matrix_state\.(?P<other>[^.]+)\.(?P<place>.+?)\.\d+of\d+(?:\.tp\d+of(?P<slabs>\d+))?"
+    r"|matrix_state\.(?P<other>[^.]+)\.(?P<stacked>.+?)\.\d+of\d+(?:\.tp\d+of(?P<slabs>\d+))?"
     # objects have the number of their shard behind the key (``ShardedObject.unique_key``)
     r"|(?P<rest>.+?))(?:/shard_[\d.]+_[\d.]+)?"
 )
@@ -44,7 +44,7 @@ class StateKey(NamedTuple):
 
     chain: str  # prefix with the index in a chain; may be empty
     kind: str | None  # kind of state; None for buckets of many parameters, and for settings
-    name: str  # the parameter, with its places in a stack
+    name: str  # the parameter, with its index in a stack
     of_matrix: bool  # whether it is state of a logical matrix
     slabs: int  # tensor-parallel size if it belongs to one shard; else 0
 
@@ -54,7 +54,7 @@ def split_key(key: str) -> StateKey | None:
     match = _KEY.fullmatch(key)
     if match is None:
         return None
-    kind, name = match["kind"] or match["other"], match["name"] or match["place"] or match["rest"]
+    kind, name = match["kind"] or match["other"], match["name"] or match["stacked"] or match["rest"]
     slabs = int(match["slabs"] or 0)
     return StateKey(match["chain"] or "", kind, name, match["other"] is not None, slabs)
 
@@ -65,9 +65,9 @@ def kind_of(path: Sequence[str]) -> str:
     return "/".join(name.translate(escape) for name in path)
 
 
-def unstacked_key(key: str, places: Sequence[int]) -> str:
-    """Return the key of the entry at ``places`` of a stacked tensor's leading dimensions."""
-    return ".".join([key, *map(str, places)])
+def unstacked_key(key: str, index: Sequence[int]) -> str:
+    """Return the key of the entry at an index of a stacked tensor's leading dimensions."""
+    return ".".join([key, *map(str, index)])
 
 
 def state_key(kind: str, parameter: str) -> str:
@@ -79,8 +79,8 @@ def matrix_state_key(
     kind: str, parameter: str, matrix: tuple[int, int], slab: tuple[int, int] | None = None
 ) -> str:
     """Return the key of other state of a matrix (index, count), maybe of a shard (rank, size)."""
-    place = "{}of{}".format(*matrix) + ("" if slab is None else ".tp{}of{}".format(*slab))
-    return f"optimizer.matrix_state.{kind}.{parameter}.{place}"
+    suffix = "{}of{}".format(*matrix) + ("" if slab is None else ".tp{}of{}".format(*slab))
+    return f"optimizer.matrix_state.{kind}.{parameter}.{suffix}"
 
 
 BUCKET_PARAMS = "buffer_params."

@@ -34,16 +34,16 @@ def match(sharded_state_dict: Any, folder: Path, policy: Policy) -> None:
     """
     requests = list(_requests(sharded_state_dict))
     catalogue = from_rank_0(lambda: read_catalogue(folder))
-    if catalogue.in_buckets and not catalogue.buckets.boxes:
-        mine = raise_together(lambda: [item.order() for item in requests if item.order])
-        orders = gather_unique(mine)
+    if catalogue.in_buckets and not catalogue.bucket_boxes:
+        orders = gather_unique(
+            raise_together(lambda: [item.order() for item in requests if item.order])
+        )
         ours = gather_unique(name for item in requests for name in item.bucket_names)
         # earlier versions saved a hash of names, which is the same at this layout only
         if not catalogue.bucket_names or catalogue.bucket_names.issuperset(ours):
             named = catalogue.state.keys()
             boxes = raise_together(lambda: boxes_by_order(catalogue.shapes, orders, named))
-            buckets = replace(catalogue.buckets, boxes=boxes)
-            catalogue = replace(catalogue, buckets=buckets)
+            catalogue = replace(catalogue, bucket_boxes=boxes)
     # the caller's and each optimizer's own configuration allow differences
     policy = functools.reduce(operator.or_, (item.policy for item in requests), policy)
     notes = raise_together(lambda: [note for r in requests for note in r.adapt(catalogue, policy)])

@@ -88,7 +88,8 @@ def requested(
         states.append(storage.common_state(steps, main))
     named = _params_of_groups(storages, model_state)
     if not is_loading:
-        _name_params([g for its in states for g in inner_of(its).get("param_groups", ())], named)
+        groups = [g for child in states for g in inner_of(child).get("param_groups", ())]
+        _name_params(groups, named)
     result = states[0] if len(states) == 1 else dict(enumerate(states))
     result[PARAM_STATE] = requests.param_state
     if is_loading:
@@ -128,16 +129,16 @@ def _params_of_groups(
 ) -> list[tuple[str, str, str]]:
     """Return what groups are called with keys and names of their parameters; collective."""
     present = [storage for storage in storages if not storage.is_stub_optimizer]
-    called = iter(_called([g for its in present for g in its.optimizer.param_groups]))
-    found = []
+    called = iter(_called([g for storage in present for g in storage.optimizer.param_groups]))
+    entries = []
     for storage in present:
         model_of = {id(item.main): item.param for item in storage.main_shards()}
         spaces = parameter_spaces(model_state, model_of.values())
         for group in storage.optimizer.param_groups:
-            its = [spaces[model_of[id(main)]] for main in group["params"] if model_of]
+            of_group = [spaces[model_of[id(main)]] for main in group["params"] if model_of]
             name = next(called)
-            found += [(name, space.key, space.name) for space in its]
-    return gather_unique(found)
+            entries += [(name, space.key, space.name) for space in of_group]
+    return gather_unique(entries)
 
 
 def _called(groups: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -186,16 +187,15 @@ def _known_counts(storages: Sequence[Storage]) -> dict[tuple[int, str], int]:
 
     Keys are a position in the chain and a rule's name, because a rank may lack an update rule.
     """
-    mine: dict[tuple[int, str], int] = {}
+    local: dict[tuple[int, str], int] = {}
     for number, storage in enumerate(storages):
-        for update_rule in storage.update_rules:
-            with storage.groups_and_state(update_rule) as (groups, state):
-                steps = [int(found[STEP]) for found in update_rule.counting(groups, state)]
+        for update_rule, work in _groups_and_states([storage]):
+            steps = [int(state[STEP]) for state in update_rule.counting(*work)]
             key = number, update_rule.name
             # several update rules of a storage may have the same name
-            mine[key] = max([*steps, mine.get(key, -1)])
+            local[key] = max([*steps, local.get(key, -1)])
     known: dict[tuple[int, str], int] = {}
-    for counts in gather_objects(mine):
+    for counts in gather_objects(local):
         known |= {key: max(count, known.get(key, -1)) for key, count in counts.items()}
     return known
 
@@ -206,13 +206,13 @@ def count_alike(storages: Sequence[Storage]) -> bool:
     The forms of megatron-core's distributed optimizer have no other. Counts differ if a parameter
     was frozen at first, or had another optimizer.
     """
-    others = False
-    for storage in storages:
-        for update_rule in storage.update_rules:
-            with storage.groups_and_state(update_rule) as (groups, state):
-                counts = {int(found[STEP]) for found in update_rule.counting(groups, state)}
-            others |= bool(counts - {storage.steps})
-    return not any_rank(others)
+    are_alike = {
+        int(state[STEP]) == storage.steps
+        for storage in storages
+        for update_rule, work in _groups_and_states([storage])
+        for state in update_rule.counting(*work)
+    }
+    return not any_rank(False in are_alike)
 
 
 def check(state: Mapping[Any, Any]) -> None:
@@ -254,6 +254,5 @@ def adopt_common(
         storage.steps = steps
         if storage.grad_scaler and scalers:
             storage.grad_scaler.load_state_dict(scalers[0])
-        for update_rule in storage.update_rules:
-            with storage.groups_and_state(update_rule) as (groups, values):
-                update_rule.set_steps(groups, values, steps_of(groups, saved, steps, members))
+        for update_rule, (groups, values) in _groups_and_states([storage]):
+            update_rule.set_steps(groups, values, steps_of(groups, saved, steps, members))

@@ -52,8 +52,8 @@ class MatrixPart:
     shape: tuple[int, int]  # of the matrix
     box: Box  # in the matrix
     parameter: str  # key of the tensor that has it
-    whole: tuple[int, ...]  # that tensor's shape
-    place: tuple[int, ...]  # index of the box's first element there
+    global_shape: tuple[int, ...]  # that tensor's
+    global_offset: tuple[int, ...]  # of the box in it
 
     def key(self, kind: str) -> str:
         """Return the key of a kind of the matrix's state."""
@@ -62,7 +62,7 @@ class MatrixPart:
     @property
     def size(self) -> tuple[int, ...]:
         """The box's shape in the tensor."""
-        return (1,) * (len(self.whole) - len(self.box.shape)) + self.box.shape
+        return (1,) * (len(self.global_shape) - len(self.box.shape)) + self.box.shape
 
 
 class ParameterSpace:
@@ -70,26 +70,26 @@ class ParameterSpace:
 
     Args:
         key: The model's key for the parameter.
-        held: The local parameter.
+        local: The local parameter.
         pieces: The entries under which the model saves it.
         is_matrix: Whether megatron-core gives the parameter to the main optimizer, such as Muon.
     """
 
     def __init__(
-        self, key: str, held: Tensor, pieces: Sequence[ShardedTensor], *, is_matrix: bool
+        self, key: str, local: Tensor, pieces: Sequence[ShardedTensor], *, is_matrix: bool
     ) -> None:
         self._pieces = pieces
         self.is_matrix = is_matrix
         # pieces are views of this tensor, whose offsets count from its storage's first element
-        self._first = held.storage_offset()
+        self._first = local.storage_offset()
         self.sharded = pieces[0]  # global shape and replica id are the same for all pieces
         # keys of the model's tensors that contain it
         self.keys = tuple(dict.fromkeys(piece.key for piece in pieces))
-        # number of leading dimensions that index layers or experts, and the indices there
+        # number of leading dimensions that index layers or experts, and the index there
         self.prepended = pieces[0].prepend_axis_num
-        self.places = tuple(pieces[0].global_offset[: self.prepended])
+        self.stack_index = tuple(pieces[0].global_offset[: self.prepended])
         self.key = key  # of its stack, if it is a layer or an expert of one
-        self.name = unstacked_key(key, self.places)  # unique in the model
+        self.name = unstacked_key(key, self.stack_index)  # unique in the model
 
     def pieces(
         self, kind: str, flat: Tensor, start: int, replica: tuple[int, ...]
@@ -139,15 +139,16 @@ class ParameterSpace:
         sections = []
         begin: dict[str, int] = {}  # of the next section of each tensor
         for piece, sizes, offset, _, _ in boxes:
-            whole, place = list(sizes), list(offset)
+            shape, start = list(sizes), list(offset)
             if dim != -1:
-                at = dim - param.dim()
-                held = sum(box[1][at] for box in boxes if box[0].key == piece.key)
-                whole[at] = sizes[at] * (piece.global_shape[at] // held)
-                place[at] = begin.get(piece.key, 0)
-                begin[piece.key] = place[at] + whole[at]
-            shape = tuple(piece.global_shape)
-            sections.append(SavedSection(piece.key, tuple(whole), tuple(place), shape))
+                axis = dim - param.dim()
+                local_size = sum(box[1][axis] for box in boxes if box[0].key == piece.key)
+                shape[axis] = sizes[axis] * (piece.global_shape[axis] // local_size)
+                start[axis] = begin.get(piece.key, 0)
+                begin[piece.key] = start[axis] + shape[axis]
+            sections.append(
+                SavedSection(piece.key, tuple(shape), tuple(start), tuple(piece.global_shape))
+            )
         return sections
 
     def matrices(self, param: Tensor, split: Split) -> Iterator[MatrixPart]:
@@ -163,16 +164,16 @@ class ParameterSpace:
             *lead, height, width = section.shape
             corner = (start, 0) if axis == 0 else (0, start)
             start += section.shape[axis - 2]
-            here = Box(corner, (height, width))
+            section_box = Box(corner, (height, width))
             for number, layout in enumerate(layouts):
                 for offset, row, column, *sides in zip(
                     *(getattr(layout.boxes, name).tolist() for name in _COLUMNS), strict=True
                 ):
-                    there = divmod(offset, split.cols)
-                    part = here.clip(Box(there, tuple(sides)))
+                    begin = divmod(offset, split.cols)
+                    part = section_box.clip(Box(begin, tuple(sides)))
                     if part is None:
                         continue
-                    inside = map(operator.sub, part.offset, there)
+                    inside = map(operator.sub, part.offset, begin)
                     moved = map(operator.sub, part.offset, corner)
                     yield MatrixPart(
                         self.name,
@@ -202,11 +203,11 @@ def parameter_spaces(
     Raises:
         ConfigurationError: If a parameter is not in the model's state, or is saved in another form.
     """
-    parts: dict[int, list[tuple[str, ShardedTensor]]] = {}
+    entries_of: dict[int, list[tuple[str, ShardedTensor]]] = {}
     for item in nested_values(model_state):
         if isinstance(item, ShardedTensorFactory):
             built = with_plain_data(item).build()
-            parts[id(param_of(item.data))] = [
+            entries_of[id(param_of(item.data))] = [
                 (item.key, part) for part in tensors({"built": built})
             ]
         elif isinstance(item, ShardedTensor) and item.data is not None:
@@ -214,15 +215,17 @@ def parameter_spaces(
             # a view also belongs to its base tensor
             bases = [item.data._base] if item.data._is_view() else []
             for owner in (param_of(item.data), *bases):
-                parts.setdefault(id(owner), []).append((item.key, entry))
+                entries_of.setdefault(id(owner), []).append((item.key, entry))
     spaces = {}
     for param in params:
         # a DTensor's entry has this tensor as data; to_local() returns another object
-        held = param._local_tensor if isinstance(param, DTensor) else param
-        found = sorted(parts.get(id(held), ()), key=lambda part: part[1].data.storage_offset())
+        local = param._local_tensor if isinstance(param, DTensor) else param
+        parts = sorted(
+            entries_of.get(id(local), ()), key=lambda part: part[1].data.storage_offset()
+        )
         # tied weights are saved under two names
-        found = [part for part in found if part[1].data.numel() == held.numel()][-1:] or found
-        if not found:
+        parts = [part for part in parts if part[1].data.numel() == local.numel()][-1:] or parts
+        if not parts:
             raise ConfigurationError(
                 "model_sharded_state_dict",
                 f"a parameter of shape {tuple(param.shape)}",
@@ -230,12 +233,12 @@ def parameter_spaces(
                 "Pass the wrapped model's sharded_state_dict(), which has the parameters "
                 "themselves as data (keep_vars=True)",
             )
-        key, pieces = found[0][0], [piece for _, piece in found]
-        stored = held
+        key, pieces = parts[0][0], [piece for _, piece in parts]
+        stored = local
         # an 8-bit weight is represented by a tensor without memory, see ``with_plain_data``
-        if is_float8tensor(held):
+        if is_float8tensor(local):
             stored = pieces[0].data if pieces[0].data._base is None else pieces[0].data._base
-        if sum(piece.data.numel() for piece in pieces) != held.numel() or not all(
+        if sum(piece.data.numel() for piece in pieces) != local.numel() or not all(
             piece.data.untyped_storage()._cdata == stored.untyped_storage()._cdata
             and list(piece.data.stride()) == sorted(piece.data.stride(), reverse=True)
             for piece in pieces
@@ -247,11 +250,10 @@ def parameter_spaces(
                 "saved in the same form",
                 "Save without optimizer state (--no-save-optim)",
             )
-        if row_cut(held).size > 1:
-            rows = LocalRows(held, pieces)
-            # as if nothing had been cut
+        if row_cut(local).size > 1:
+            rows = LocalRows(local, pieces)
             uncut = RowGrid(1, 1, rows.count)
-            pieces = rows.found_in(uncut, rows.count, stored.detach())
+            pieces = rows.runs_in(uncut, rows.count, stored.detach())
         is_matrix = not is_nonlinear_or_embedding(param)
         spaces[param] = ParameterSpace(key, stored, pieces, is_matrix=is_matrix)
     return spaces

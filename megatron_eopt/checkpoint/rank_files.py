@@ -50,7 +50,7 @@ def save_rank_file(filename: str, storages: Sequence[Storage], names: Mapping[Te
         },
         # copies, because torch.save would write the whole storage of a view
         "pieces": {
-            _place(piece): piece.data.detach().to("cpu", copy=True)
+            _name_of(piece): piece.data.detach().to("cpu", copy=True)
             if isinstance(piece.data, Tensor)
             else piece.data
             for piece in pieces
@@ -90,7 +90,7 @@ def _content(path: Path) -> tuple[Catalogue, dict[str, Any]]:
     """Return what a file has, and the pieces in it."""
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
-        values = {key: by_key(key, its) for key, its in _unwrapped(content["shapes"]).items()}
+        values = {k: by_key(k, shape) for k, shape in _unwrapped(content["shapes"]).items()}
         return Catalogue("torch", values, content["common"]), _unwrapped(content["pieces"])
     except Exception as error:  # a broken file can raise anything
         raise _other(path, f"cannot be read: {error!r}") from error
@@ -103,19 +103,19 @@ def _taken(
     names: Collection[str],
 ) -> dict[str, dict[str, Any]]:
     """Return what a file has for the pieces of all values."""
-    asked = {_place(piece): piece for values in wanted.values() for piece in values.values()}
-    if lacking := asked.keys() - pieces.keys():
+    asked = {_name_of(piece) for values in wanted.values() for piece in values.values()}
+    if lacking := asked - pieces.keys():
         raise _other(path, f"lacks {min(lacking)}")
     # state of an optimizer that a parameter had before may be left, of no other layout or model
-    read = {place.partition(" (")[0] for place in asked}
-    for place in sorted(pieces.keys() - asked.keys()):
-        key = place.partition(" (")[0]
+    read = {name.partition(" (")[0] for name in asked}
+    for name in sorted(pieces.keys() - asked):
+        key = name.partition(" (")[0]
         parts = split_key(key)
         if key in read or parts is None or parts.name not in names:
-            raise _other(path, f"has state that this rank does not need: {place}")
+            raise _other(path, f"has state that this rank does not need: {name}")
     return {
-        place: {number: pieces[_place(piece)] for number, piece in values.items()}
-        for place, values in wanted.items()
+        index: {number: pieces[_name_of(piece)] for number, piece in values.items()}
+        for index, values in wanted.items()
     }
 
 
@@ -144,7 +144,7 @@ def _unwrapped(named: Mapping[str, Any]) -> dict[str, Any]:
     return {bare(k) if counts[bare(k)] == 1 else k: value for k, value in named.items()}
 
 
-def _place(piece: Piece) -> str:
+def _name_of(piece: Piece) -> str:
     """Return the name of a piece in the file."""
     if isinstance(piece, ShardedTensor):
         return f"{piece.key} {tuple(piece.local_shape)} from {tuple(piece.global_offset)}"

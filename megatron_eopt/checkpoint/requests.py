@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_eopt.base.agreement import gather_unique, totals
 from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint import saved_state
-from megatron_eopt.checkpoint.bucket_order import Order
-from megatron_eopt.checkpoint.buckets import BucketSpace, SavedBuckets
+from megatron_eopt.checkpoint.bucket_order import RankOrder
+from megatron_eopt.checkpoint.buckets import BucketSpace
 from megatron_eopt.checkpoint.catalogue import Catalogue, Saved, by_key
 from megatron_eopt.checkpoint.contents import Contents, unstacked
 from megatron_eopt.checkpoint.continuation import (
@@ -57,7 +57,7 @@ class StateRequests:
         policy: Policy,
         *,
         by_bucket: bool = False,
-        order: Callable[[], Order] | None = None,
+        order: Callable[[], RankOrder] | None = None,
     ) -> None:
         self.policy = policy
         self.order = order
@@ -124,7 +124,7 @@ class StateRequests:
         Raises:
             ConfigurationError: If state is missing; names the parameters and kinds.
         """
-        self._beside, self.common = {}, catalogue.buckets.common
+        self._beside, self.common = {}, catalogue.bucket_common
         self._by_order = not catalogue.bucket_names
         contents = Contents(catalogue, self._optimizers)
         self._chosen, notes = chosen(self._values, contents, policy, has_stepped=self._has_stepped)
@@ -202,7 +202,7 @@ class StateRequests:
                 boxes.setdefault(key, []).append(replace(source, key=bucket))
                 names = (f"{bucket}.{kind}" for kind in kinds)
                 values |= {name: by_key(name, (size,)) for name in names}
-        return Contents(Catalogue("torch_dist", values, buckets=SavedBuckets(boxes)))
+        return Contents(Catalogue("torch_dist", values, bucket_boxes=boxes))
 
     def _values_of(
         self, storage: Storage, model_state: Mapping[str, Any]

@@ -61,10 +61,10 @@ class LocalRows:
         begin = self.piece * self.grid.height
         end = min(begin + self.grid.height, share * len(self.parts))
         which, within = np.divmod(np.arange(begin, end), share)
-        found: Int64Array = which * section + self.slab * share + within
-        return found
+        numbers: Int64Array = which * section + self.slab * share + within
+        return numbers
 
-    def found_in(self, grid: RowGrid, count: int, data: Tensor) -> list[ShardedTensor]:
+    def runs_in(self, grid: RowGrid, count: int, data: Tensor) -> list[ShardedTensor]:
         """Return runs of the rows as parts of tensors that are cut like ``grid``.
 
         Args:
@@ -78,21 +78,21 @@ class LocalRows:
         slab, within = np.divmod(within, share)
         piece, within = np.divmod(which * share + within, grid.height)
         section, within = np.divmod(within, grid.height // sections)
-        place = (slab * grid.pieces + piece) * (grid.height // sections) + within
-        ends = 1 + np.flatnonzero((np.diff(place) != 1) | (np.diff(section) != 0))
+        row = (slab * grid.pieces + piece) * (grid.height // sections) + within
+        ends = 1 + np.flatnonzero((np.diff(row) != 1) | (np.diff(section) != 0))
         # a rank with nothing but padding takes part with no rows
-        bounds = [0, *ends.tolist(), len(place)]
-        section, place = (np.append(values, 0) for values in (section, place))
+        bounds = [0, *ends.tolist(), len(row)]
+        section, row = (np.append(values, 0) for values in (section, row))
         return [
-            self._run(data[low:high], int(section[low]), int(place[low]), grid)
+            self._run(data[low:high], int(section[low]), int(row[low]), grid)
             for low, high in pairwise(bounds)
         ]
 
-    def _run(self, data: Tensor, section: int, place: int, grid: RowGrid) -> ShardedTensor:
+    def _run(self, data: Tensor, section: int, row: int, grid: RowGrid) -> ShardedTensor:
         part, height = self.parts[section], grid.rows // len(self.parts)
         shape, offset = list(part.global_shape), list(part.global_offset)
         shape[self.axis] = self.per_key * height
-        offset[self.axis] = section % self.per_key * height + place
+        offset[self.axis] = section % self.per_key * height + row
         return replace(
             part,
             data=data,

@@ -106,8 +106,8 @@ class SavedGroups:
         self._is_megatrons = 0 < len(scalars) < len(groups) and not any(
             GROUP_ID in group for group in groups
         )
-        written = [writers_of(group) for group in groups]
-        self._is_alike = {*ours} <= {*chain(*written)} and all({*ours} & {*its} for its in written)
+        written, wanted = [{*writers_of(group)} for group in groups], {*ours}
+        self._is_alike = wanted <= {*chain(*written)} and all(map(wanted.intersection, written))
 
     def state_of(
         self, names: Sequence[str], keys: Collection[str], reader: str, *, is_matrix: bool
@@ -125,24 +125,25 @@ class SavedGroups:
             return state_in([group], keys, reader)
         groups = self.groups
         if self._is_megatrons:
-            groups = [its for its in groups if is_matrix == (optimizer_of(its) is None)]
-            if self._is_alike and not any(reader in writers_of(its) for its in groups):
+            groups = [g for g in groups if is_matrix == (optimizer_of(g) is None)]
+            if self._is_alike and not any(reader in writers_of(g) for g in groups):
                 # this run gives the parameter to another of its optimizers than megatron-core does
                 return SavedState(frozenset(keys), (UNKNOWN,))
-        found = state_in(groups, keys, reader)
-        if self._is_alike and reader in found.optimizers:
+        saved = state_in(groups, keys, reader)
+        if self._is_alike and reader in saved.optimizers:
             # with the optimizers of this run, each parameter had the one that it has now
-            return replace(found, optimizers=(reader,))
-        return found
+            return replace(saved, optimizers=(reader,))
+        return saved
 
 
 def state_in(groups: Groups, keys: Collection[str], reader: str) -> SavedState:
     """Return a parameter's saved state, given its keys and the groups that may have had it."""
-    writers = [(its, group) for group in groups if (its := _fitting(group, keys))]
+    writers = [(names, group) for group in groups if (names := _fitting(group, keys))]
     # a group that names its optimizer may have further state, which users have added
     writers = writers or [((optimizer_of(group) or UNKNOWN,), group) for group in groups]
-    optimizers = tuple(dict.fromkeys(chain(*(its for its, _ in writers))))
-    if reader in optimizers and len({_meanings(name, keys) for name in optimizers}) == 1:
+    optimizers = tuple(dict.fromkeys(chain(*(names for names, _ in writers))))
+    meanings = {tuple(meaning_of(name, key) for key in keys) for name in optimizers}
+    if reader in optimizers and len(meanings) == 1:
         optimizers = (reader,)
     # a mean becomes a sum by the writer's momentum, so it must be known without doubt
     momenta = {momentum_of(group) for _, group in writers}
@@ -159,10 +160,6 @@ def _fitting(group: Mapping[str, Any], keys: Collection[str]) -> tuple[str, ...]
         # keys of nested state, and of a weight's matrices, are paths
         or all(known & set(key.split("/")) for key in keys if not key.endswith(f"/{STEP}"))
     )
-
-
-def _meanings(name: str, keys: Collection[str]) -> tuple[str, ...]:
-    return tuple(meaning_of(name, key) for key in sorted(keys))
 
 
 def children_of(state: Any) -> list[Mapping[Any, Any]]:
@@ -190,7 +187,7 @@ def inner_of(child: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def saved_groups(state: Any) -> list[Mapping[str, Any]]:
     """Return all parameter groups in ``state``, with their step count if it is known."""
-    found: list[Mapping[str, Any]] = []
+    groups: list[Mapping[str, Any]] = []
     for inner in map(inner_of, children_of(state)):
         # megatron-core stores one count beside the state, if all parameters have the same
         common = inner.get("state", {}).get("common_step")
@@ -199,8 +196,8 @@ def saved_groups(state: Any) -> list[Mapping[str, Any]]:
         names = inner.get(PARAM_NAMES)
         for group in inner.get("param_groups", ()):
             named = {} if names is None else {PARAM_NAMES: [names.get(n) for n in group["params"]]}
-            found.append({**counted, **group, **named})
-    return found
+            groups.append({**counted, **group, **named})
+    return groups
 
 
 def groups_in(state: Any) -> list[Mapping[str, Any]]:
@@ -214,12 +211,12 @@ def groups_in(state: Any) -> list[Mapping[str, Any]]:
 
 def saved_steps(state: Any) -> int:
     """Return the step count, which is the same for all optimizers, from wherever it is stored."""
-    found = [group.get(STEP) for group in saved_groups(state)]
+    counts = [group.get(STEP) for group in saved_groups(state)]
     for inner in map(inner_of, children_of(state)):
         states = inner.get("state", {})
-        each = (its.get(STEP) for key, its in states.items() if isinstance(key, int | tuple))
-        found += [states.get("common_step"), inner.get(STEP), *each]
-    return max((int(step) for step in found if step is not None), default=0)
+        each = (item.get(STEP) for key, item in states.items() if isinstance(key, int | tuple))
+        counts += [states.get("common_step"), inner.get(STEP), *each]
+    return max((int(step) for step in counts if step is not None), default=0)
 
 
 def steps_of(groups: Groups, saved: Groups, otherwise: int, members: Members = _NONE) -> int:
@@ -228,12 +225,12 @@ def steps_of(groups: Groups, saved: Groups, otherwise: int, members: Members = _
     If all groups are new, because a flag or an override has changed, it is the count of groups of
     the same optimizer, else ``otherwise``.
     """
-    places = (find_group(group, saved, members) for group in groups)
-    twins = [saved[place] for place in places if place is not None]
+    indices = (find_group(group, saved, members) for group in groups)
+    twins = [saved[index] for index in indices if index is not None]
     names = set(map(optimizer_of, groups)) - {None}
     alike = [group for group in saved if names & {*writers_of(group)}]
-    for its in (twins, alike):
-        if counts := [int(group[STEP]) for group in its if group.get(STEP) is not None]:
+    for candidates in (twins, alike):
+        if counts := [int(group[STEP]) for group in candidates if group.get(STEP) is not None]:
             return max(counts)
     return otherwise
 
@@ -245,11 +242,11 @@ def adopt(
 
     A group without a match keeps its settings; its parameters may have had another optimizer.
     """
-    place = find_group(group, saved, members)
-    if place is None:
+    index = find_group(group, saved, members)
+    if index is None:
         return None
-    take_settings(group, saved[place])
-    return saved[place]
+    take_settings(group, saved[index])
+    return saved[index]
 
 
 def take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
@@ -264,8 +261,8 @@ def take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     keep |= {PARAM_NAMES, "fused", "foreach", "capturable"}
     changed = _overridden_otherwise(group, saved)
     keep |= {_WRITTEN_BY_SCHEDULES.get(name, name) for name in changed}
-    known = saved.get("lr"), saved.get("max_lr"), group.get("max_lr")
-    if "max_lr" in changed and None not in known and saved["max_lr"] > 0:
+    rates = saved.get("lr"), saved.get("max_lr"), group.get("max_lr")
+    if "max_lr" in changed and None not in rates and saved["max_lr"] > 0:
         group["lr"] = saved["lr"] * (group["max_lr"] / saved["max_lr"])
     group.update({key: value for key, value in saved.items() if key not in keep})
 
@@ -295,14 +292,14 @@ def match_all(saved: Groups, present: Groups) -> list[int]:
         ConfigurationError: If the groups do not match one to one; names the groups that differ.
     """
     twins = [
-        next((place for place, its in enumerate(saved) if _is_twin(group, its)), None)
+        next((index for index, other in enumerate(saved) if _is_twin(group, other)), None)
         for group in present
     ]
-    found = [place for place in twins if place is not None]
-    if len(found) == len(present) == len(saved) == len(set(found)):
-        return found
-    lacking = [_name(group) for group, place in zip(present, twins, strict=True) if place is None]
-    others = [_name(group) for place, group in enumerate(saved) if place not in found]
+    matched = [index for index in twins if index is not None]
+    if len(matched) == len(present) == len(saved) == len(set(matched)):
+        return matched
+    lacking = [_name(group) for group, index in zip(present, twins, strict=True) if index is None]
+    others = [_name(group) for index, group in enumerate(saved) if index not in matched]
     rule = f"must have the parameter groups of this run, but it lacks {lacking} and has {others}"
     hint = "Resume with the optimizers and overrides of the run that wrote the checkpoint"
     raise ConfigurationError("state_dict", [_name(group) for group in saved], rule, hint)
@@ -335,17 +332,17 @@ def find_group(group: Mapping[str, Any], saved: Groups, members: Members = _NONE
         members: Names of the parameters of this run's groups, by the identity of the group.
     """
     names = members.get(identity_of(group), ())
-    found = []
-    for place, candidate in enumerate(saved):
+    ranked = []
+    for index, candidate in enumerate(saved):
         if not _is_of_same_optimizer(group, candidate):
             continue
         theirs = candidate.get(PARAM_NAMES) or candidate.get("params", ())
-        held = len(match_names(names, {name for name in theirs if isinstance(name, str)}))
+        shared = len(match_names(names, {name for name in theirs if isinstance(name, str)}))
         is_twin = _is_twin(group, candidate)
-        if held or is_twin or (GROUP_ID in group and GROUP_ID in candidate):
+        if shared or is_twin or (GROUP_ID in group and GROUP_ID in candidate):
             others = len(_overridden_otherwise(group, candidate))
-            found.append((held > 0, not others, held, is_twin, -others, -place))
-    return -max(found)[-1] if found else None
+            ranked.append((shared > 0, not others, shared, is_twin, -others, -index))
+    return -max(ranked)[-1] if ranked else None
 
 
 def _is_of_same_optimizer(group: Mapping[str, Any], candidate: Mapping[str, Any]) -> bool:

@@ -45,13 +45,13 @@ class SavedRows:
         of_model = (item for item in catalogue.values.items() if item[1].kind is None)
         self._cuts = cuts = {key: value.cuts for key, value in of_model if value.cuts}
         # only FSDP cuts norms, and it saves rows in their order
-        self._in_order = any(its[-1:] > (1,) for key, its in cuts.items() if _has(key, _NORMS))
+        self._in_order = any(sizes[-1:] > (1,) for key, sizes in cuts.items() if _has(key, _NORMS))
         # sizes of rematerialization and tensor parallelism, which cut rows and columns of these
         # weights; others may be cut for reasons of their own
         self._sizes = {False: (1, 1), True: (1, 1)}
-        for key, its in cuts.items():
+        for key, sizes in cuts.items():
             if key.endswith(_ROW_PARALLEL):
-                size, slabs = map(max, self._sizes[_is_of_experts(key)], (1, 1, *its)[-2:])
+                size, slabs = map(max, self._sizes[_is_of_experts(key)], (1, 1, *sizes)[-2:])
                 self._sizes[_is_of_experts(key)] = size, slabs
         self.changes: dict[Change, None] = {}  # of the vocabulary's size
 
@@ -61,10 +61,10 @@ class SavedRows:
         Raises:
             CheckpointError: If the checkpoint does not say where they are.
         """
-        dict_list_map_inplace(self._found, state)
+        dict_list_map_inplace(self._corrected, state)
 
-    def _found(self, item: Any) -> Any:
-        """Return an entry that reads the right rows: this one, if it is."""
+    def _corrected(self, item: Any) -> Any:
+        """Return an entry that reads the right rows: this one, if it does."""
         data = getattr(item, "data", None)
         if not isinstance(item, ShardedTensor | ShardedTensorFactory) or split_key(item.key):
             return item
@@ -76,13 +76,13 @@ class SavedRows:
         parts = list(tensors({"built": with_plain_data(item)}))
         # sections of unequal size are saved uncut, and other factories have their own order of rows
         section = (len(data) // max(len(parts), 1), data.shape[1])
-        known = all(
+        are_even = all(
             part.local_shape == section
             and part.axis_fragmentations
             and len(self._cuts.get(part.key, ())) == len(part.global_shape)
             for part in parts
         )
-        if not (parts and known and data.numel()):
+        if not (parts and are_even and data.numel()):
             return item
         rows = LocalRows(param, parts)
         grid = self._grid_of(rows, param)
@@ -129,8 +129,8 @@ class SavedRows:
 
     def _rows_of_state(self, key: str) -> int | None:
         """Return the rows of a weight's optimizer state, which is saved without padding."""
-        found = (n for n in self._shapes if split_key(n) and n.endswith(f".{key}"))
-        return next((shape[0] for name in found if (shape := self._shapes[name])), None)
+        of_state = (n for n in self._shapes if split_key(n) and n.endswith(f".{key}"))
+        return next((shape[0] for name in of_state if (shape := self._shapes[name])), None)
 
 
 def _unknown(key: str) -> CheckpointError:
@@ -150,7 +150,7 @@ def _reading(
         # megatron-core quantizes what is loaded
         data = torch.empty(data.shape, dtype=data.dtype, device=data.device)
     boxes = {}
-    for number, piece in enumerate(rows.found_in(grid, count, data)):
+    for number, piece in enumerate(rows.runs_in(grid, count, data)):
         # boxes that form no regular grid have all dimensions of the checkpoint's tensor
         stacked = piece.data.view((1,) * piece.prepend_axis_num + piece.local_shape)
         boxes[str(number)] = replace(
@@ -167,12 +167,12 @@ def _reading(
 
 def _merged(data: Tensor, loaded: Mapping[str, Tensor]) -> Tensor:
     """Return the rows of all boxes, and zeros for padding."""
-    held = 0
+    end = 0
     for number in range(len(loaded)):
         box = loaded[str(number)].view(-1, data.shape[1])
-        data[held : held + len(box)] = box
-        held += len(box)
-    data[held:] = 0
+        data[end : end + len(box)] = box
+        end += len(box)
+    data[end:] = 0
     return data
 
 

@@ -178,7 +178,7 @@ def unsharded_value(kept: UnshardedState, where: ParameterLocation, count: int) 
         # the same form as in storages that do not redistribute matrices
         key = state_key(kind, base.key)
         value = kept.value.view((*(1,) * prepended, *whole))
-        offset = (*where.space.places, *(0 for _ in whole))
+        offset = (*where.space.stack_index, *(0 for _ in whole))
     else:
         key = matrix_state_key(kind, where.space.name, (kept.matrix, count), kept.slab)
         prepended, value, offset = 0, kept.value, ()

@@ -74,17 +74,18 @@ def _folder_of(asked: dict[str, Any]) -> Path | None:
     """Return the folder that the trainer will write; None if it is not on a file system."""
     module = owner_of("save_checkpoint")
     args = module.get_args()
-    place = args.save
+    run_folder = args.save
     if asked["non_persistent_ckpt"]:
         # local checkpoints have a manager of their own, with other folders
         if args.non_persistent_ckpt_type != "global":
             return None
-        own = args.non_persistent_global_ckpt_dir
-        place = own or os.path.join(place, module._NON_PERSISTENT_CKPT_SUBDIR)
+        run_folder = args.non_persistent_global_ckpt_dir or os.path.join(
+            run_folder, module._NON_PERSISTENT_CKPT_SUBDIR
+        )
     if MultiStorageClientFeature.is_enabled():
         return None
     name = require_upstream("get_checkpoint_name")
-    return absolute(name(place, asked["iteration"], asked["release"], return_base_dir=True))
+    return absolute(name(run_folder, asked["iteration"], asked["release"], return_base_dir=True))
 
 
 @around

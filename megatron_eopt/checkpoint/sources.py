@@ -19,8 +19,6 @@ from torch import Tensor
 
 from megatron_eopt.layouts.boxes import Box
 
-type _Where = tuple[slice, ...]
-
 
 @dataclass(frozen=True)
 class Source:
@@ -31,9 +29,9 @@ class Source:
     """
 
     key: str  # of the checkpoint's tensor
-    whole: tuple[int, ...]  # that tensor's shape
+    global_shape: tuple[int, ...]  # that tensor's
     box: Box  # in the tensor that is asked for
-    place: tuple[int, ...]  # index of the box's first element in the checkpoint's tensor
+    global_offset: tuple[int, ...]  # of the box in the checkpoint's tensor
     strides: tuple[int, ...] | None = None  # of the box in a flat tensor, if it is in one
     repeats: bool = False  # whether all rows of the box are one row of the tensor
 
@@ -41,7 +39,7 @@ class Source:
         """Return what to read of the tensor for a part of the box, and the strides in it."""
         moved = tuple(map(operator.sub, part.offset, self.box.offset))
         if self.strides is not None:
-            first = self.place[0] + math.sumprod(moved, self.strides)
+            first = self.global_offset[0] + math.sumprod(moved, self.strides)
             length = 1 + math.sumprod((n - 1 for n in part.shape), self.strides)
             return Box((int(first),), (int(length),)), self.strides
         shape = part.shape
@@ -50,13 +48,13 @@ class Source:
         strides = [math.prod(shape[n + 1 :]) for n in range(len(shape))]
         strides[0] *= not self.repeats
         # dimensions are aligned at the last one
-        dims = min(len(self.whole), len(shape))
-        lead = len(self.whole) - dims
+        dims = min(len(self.global_shape), len(shape))
+        lead = len(self.global_shape) - dims
         offset = (
-            *self.place[:lead],
-            *map(operator.add, self.place[lead:], moved[len(moved) - dims :]),
+            *self.global_offset[:lead],
+            *map(operator.add, self.global_offset[lead:], moved[len(moved) - dims :]),
         )
-        return Box(offset, ((1,) * lead + shape)[-len(self.whole) :]), tuple(strides)
+        return Box(offset, ((1,) * lead + shape)[-len(self.global_shape) :]), tuple(strides)
 
 
 def tensor_sources(key: str, shape: tuple[int, ...], piece: ShardedTensor) -> list[Source]:
@@ -64,15 +62,15 @@ def tensor_sources(key: str, shape: tuple[int, ...], piece: ShardedTensor) -> li
 
     New rows are copies of the last one, which usually is padding.
     """
-    wanted, nothing = tuple(piece.global_shape), (0,) * len(shape)
+    wanted, zeros = tuple(piece.global_shape), (0,) * len(shape)
     # megatron-core allows this for tensors with a row for each token only
     if shape != wanted and not (piece.allow_shape_mismatch and shape[1:] == wanted[1:]):
         return []
-    found = [Source(key, shape, Box(nothing, shape), nothing)]
+    sources = [Source(key, shape, Box(zeros, shape), zeros)]
     if wanted > shape:
-        rows = Box((shape[0], *nothing[1:]), (wanted[0] - shape[0], *shape[1:]))
-        found.append(Source(key, shape, rows, (shape[0] - 1, *nothing[1:]), repeats=True))
-    return found
+        rows = Box((shape[0], *zeros[1:]), (wanted[0] - shape[0], *shape[1:]))
+        sources.append(Source(key, shape, rows, (shape[0] - 1, *zeros[1:]), repeats=True))
+    return sources
 
 
 def assemble(
@@ -83,32 +81,33 @@ def assemble(
     What is read needs no other memory than the piece's where the elements are in the same order.
     """
     wanted = Box(tuple(piece.global_offset), tuple(piece.local_shape))
-    found = [(source, part) for source in sources if (part := wanted.clip(source.box))]
-    if sum(math.prod(part.shape) for _, part in found) != math.prod(wanted.shape):
+    parts = [(source, part) for source in sources if (part := wanted.clip(source.box))]
+    if sum(math.prod(part.shape) for _, part in parts) != math.prod(wanted.shape):
         return None
     reads: dict[str, ShardedTensor] = {}
-    places: dict[str, tuple[_Where, tuple[int, ...], tuple[int, ...]]] = {}
-    for number, (source, part) in enumerate(found):
+    # slices of the piece, and shape and strides in what was read
+    targets: dict[str, tuple[tuple[slice, ...], tuple[int, ...], tuple[int, ...]]] = {}
+    for number, (source, part) in enumerate(parts):
         box, strides = source.part(part)
         read = replace(
             piece,
             key=source.key,
             data=None,
             local_shape=box.shape,
-            global_shape=source.whole,
+            global_shape=source.global_shape,
             global_offset=box.offset,
             axis_fragmentations=None,
             prepend_axis_num=0,
             allow_shape_mismatch=False,
         )
         starts = map(operator.sub, part.offset, wanted.offset)
-        where = tuple(slice(at, at + n) for at, n in zip(starts, part.shape, strict=True))
-        if len(found) == 1 and box.shape == part.shape and source.strides is None:
+        slices = tuple(slice(at, at + n) for at, n in zip(starts, part.shape, strict=True))
+        if len(parts) == 1 and box.shape == part.shape and source.strides is None:
             return replace(read, data=piece.data)
-        if len(found) == 1 and _is_in_order(piece.data, part.shape, strides):
+        if len(parts) == 1 and _is_in_order(piece.data, part.shape, strides):
             # the same memory, in the dimensions of the checkpoint's tensor
             return replace(read, data=piece.data.view(box.shape))
-        reads[str(number)], places[str(number)] = read, (where, part.shape, strides)
+        reads[str(number)], targets[str(number)] = read, (slices, part.shape, strides)
 
     target: Tensor = piece.data.detach()
 
@@ -118,17 +117,16 @@ def assemble(
         return dict(reads)
 
     def merge(loaded: Mapping[str, Tensor]) -> Tensor:
-        for number, (where, shape, strides) in places.items():
+        for number, (slices, shape, strides) in targets.items():
             value = loaded[number]
-            view = value.as_strided(shape, strides, value.storage_offset())
-            target[where].copy_(view)
+            target[slices].copy_(value.as_strided(shape, strides, value.storage_offset()))
         return target
 
-    return ShardedTensorFactory(found[0][0].key, piece.data, build, merge, piece.replica_id)
+    return ShardedTensorFactory(parts[0][0].key, piece.data, build, merge, piece.replica_id)
 
 
 def _is_in_order(data: Tensor, shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether a contiguous piece has its elements one after another, as they are saved."""
     usual = (math.prod(shape[n + 1 :]) for n in range(len(shape)))
     sizes = zip(shape, usual, strides, strict=True)
-    return data.is_contiguous() and all(own == its for n, own, its in sizes if n > 1)
+    return data.is_contiguous() and all(stride == saved for n, stride, saved in sizes if n > 1)

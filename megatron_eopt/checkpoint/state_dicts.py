@@ -66,25 +66,24 @@ def targets_of(
 
     ``rule_of`` has the update rule of each parameter, by its id.
     """
-    found: list[list[Target]] = []
-    for group, its in zip(groups, names, strict=True):
-        found.append([])
-        for param, name in zip(group["params"], its, strict=True):
-            update_rule = rule_of[id(param)]
-            reader = Reader.of(update_rule.name, group)
-            own = {key for key in state[param] if not is_users(reader.name, key)}
-            keys = frozenset(own - {STEP, MOMENTUM_SCALE})
-            wanted = Wanted(name, reader, keys, update_rule.optional_state)
-            found[-1].append(Target(param, wanted, STEP in own))
-    return found
+    targets: list[list[Target]] = []
+    for group, of_group in zip(groups, names, strict=True):
+        targets.append([])
+        for param, name in zip(group["params"], of_group, strict=True):
+            rule = rule_of[id(param)]
+            reader = Reader.of(rule.name, group)
+            keys = frozenset(key for key in state[param] if not is_users(reader.name, key))
+            wanted = Wanted(name, reader, keys - {STEP, MOMENTUM_SCALE}, rule.optional_state)
+            targets[-1].append(Target(param, wanted, STEP in keys))
+    return targets
 
 
 def is_users(optimizer: str, key: str) -> bool:
     """Whether a key of a parameter's state is not the optimizer's, so that a user has added it."""
-    known = meanings_of(optimizer).keys()
+    keys = meanings_of(optimizer).keys()
     # keys of nested state, and of a weight's matrices, are paths
     words = set(key.split("/"))
-    return bool(known) and words.isdisjoint(known | {STEP, MOMENTUM_SCALE, OF_GROUPS})
+    return bool(keys) and words.isdisjoint(keys | {STEP, MOMENTUM_SCALE, OF_GROUPS})
 
 
 @dataclass(frozen=True)
@@ -97,40 +96,42 @@ class Loaded:
     of_user: Mapping[str, Any]  # saved values that no optimizer knows, by key
 
     @classmethod
-    def by(cls, its: Continuation, values: Mapping[str, Any], of_user: Mapping[str, Any]) -> Self:
+    def by(
+        cls, outcome: Continuation, values: Mapping[str, Any], of_user: Mapping[str, Any]
+    ) -> Self:
         """Return what a decision about a parameter lets it load."""
-        factors = {key: o.factor for key, o in its.origins.items() if o.factor != 1.0}
-        return cls(values, factors, bool(its.fresh) and not its.origins, of_user)
+        factors = {key: o.factor for key, o in outcome.origins.items() if o.factor != 1.0}
+        return cls(values, factors, bool(outcome.fresh) and not outcome.origins, of_user)
 
     def converted(self) -> dict[str, Any]:
         """Return the values after their conversion."""
         return {k: v * self.factors[k] if k in self.factors else v for k, v in self.values.items()}
 
-    def write(self, own: dict[str, Any], copy: Callable[[Tensor, Any], Tensor]) -> None:
+    def write(self, state: dict[str, Any], copy: Callable[[Tensor, Any], Tensor]) -> None:
         """Write checked values into a parameter's state, whose containers exist.
 
         Args:
-            own: The state.
+            state: The state.
             copy: Called with a tensor of the state and its saved value; copies, and returns the
                 tensor that holds this rank's elements.
         """
-        self.write_of_user(own)
+        self.write_of_user(state)
         if self.starts_fresh:
-            set_step(own, 0)
+            set_step(state, 0)
         for key, value in self.values.items():
             if key == STEP:
-                set_step(own, int(value))
+                set_step(state, int(value))
                 continue
             saved = dict(leaves(value, (key,)))
-            for path, mine in list(leaves(own[key], (key,))):
-                if isinstance(mine, Tensor):
-                    copy(mine, saved[path]).mul_(self.factors.get(key, 1.0))
+            for path, current in list(leaves(state[key], (key,))):
+                if isinstance(current, Tensor):
+                    copy(current, saved[path]).mul_(self.factors.get(key, 1.0))
                 else:
-                    put(own, path, type(mine)(saved[path]))
+                    put(state, path, type(current)(saved[path]))
 
-    def write_of_user(self, own: dict[str, Any]) -> None:
+    def write_of_user(self, state: dict[str, Any]) -> None:
         """Copy what a user has added into a parameter's state."""
-        own.update(tree_map_only(Tensor, lambda value: value.detach().clone(), dict(self.of_user)))
+        state.update(tree_map_only(Tensor, lambda v: v.detach().clone(), dict(self.of_user)))
 
 
 def named(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -140,9 +141,9 @@ def named(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict
     """
     groups = state_dict["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
-    flat = [name for its in names for name in its]
+    flat = [name for of_group in names for name in of_group]
     optimizers = sorted({name for group in groups if (name := optimizer_of(group))})
-    hashed = [with_names(group, its, optimizers) for group, its in zip(groups, names, strict=True)]
+    hashed = [with_names(g, each, optimizers) for g, each in zip(groups, names, strict=True)]
     given = dict(zip(numbers, flat, strict=True))
     return {**state_dict, PARAM_NAMES: given, "param_groups": hashed}
 
@@ -167,47 +168,47 @@ class StateDictMatch:
     ) -> None:
         saved = _with_settings(_groups_of(state_dict), groups)
         self._state: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
-        self._targets = [target for its in targets for target in its]
+        self._targets = [target for of_group in targets for target in of_group]
         self._unnamed: Groups = ()  # groups of another package, matched by order
         self._group_of = {number: group for group in saved for number in group["params"]}
         # torch's distributed checkpoints have names in place of numbers
         is_named = all(isinstance(number, str) for number in self._group_of)
         given: Mapping[Any, str] | None = state_dict.get(PARAM_NAMES)
-        known = {name: number for number, name in (given or {}).items()}
+        saved_numbers = {name: number for number, name in (given or {}).items()}
         if given is None and is_named:
-            known = {number: number for number in self._group_of}
-        found = match_names((target.wanted.name for target in self._targets), known)
-        if given is not None or not self._targets or found:
-            self._numbers = {name: known[its] for name, its in found.items()}
+            saved_numbers = {number: number for number in self._group_of}
+        matched = match_names((target.wanted.name for target in self._targets), saved_numbers)
+        if given is not None or not self._targets or matched:
+            self._numbers = {name: saved_numbers[other] for name, other in matched.items()}
         elif is_named:
             # torch has put them in this optimizer's order, under names of a wrapper
-            self._numbers = _by_place(saved, range(len(groups)), targets)
+            self._numbers = _by_order(saved, range(len(groups)), targets)
         else:
-            places = _in_order(saved, groups)
+            order = _in_order(saved, groups)
             self._unnamed = () if all(map(is_identified, saved)) else saved
-            self._numbers = _by_place(saved, places, targets)
-            for place, its in zip(places, targets, strict=True):
-                if not has_names(saved[place], (t.wanted.name for t in its)):
-                    raise _of_others(saved[place])
+            self._numbers = _by_order(saved, order, targets)
+            for index, of_group in zip(order, targets, strict=True):
+                if not has_names(saved[index], (t.wanted.name for t in of_group)):
+                    raise _of_others(saved[index])
             text = "the state dict does not name its parameters: they are matched by order"
             log_single_rank(logger, logging.INFO, text)
         # names as they were saved, and as they are here; a wrapper may have come or gone since
-        both = [{number: name for name, number in its.items()} for its in (known, self._numbers)]
+        both = [{n: name for name, n in each.items()} for each in (saved_numbers, self._numbers)]
         here = both[1]
         named = [
             {**group, PARAM_NAMES: [here[n] for n in group["params"] if n in here]}
             for group in saved
         ]
         self.members = {
-            identity_of(group): [target.wanted.name for target in its]
-            for group, its in zip(groups, targets, strict=True)
+            identity_of(group): [target.wanted.name for target in of_group]
+            for group, of_group in zip(groups, targets, strict=True)
         }
         twins = [find_group(group, named, self.members) for group in groups]
         if len({*map(optimizer_of, groups)}) > 1 and not all(map(is_identified, saved)):
             # one torch optimizer's settings are not for one of several here
             twins = [None for _ in groups]
         # the matching group of the state dict for each group, None if it has none
-        self.twins = [None if place is None else saved[place] for place in twins]
+        self.twins = [None if index is None else saved[index] for index in twins]
         # once for each group, because this reads the names of all its parameters
         self._merged = {
             id(group): merged_optimizers(
@@ -238,7 +239,7 @@ class StateDictMatch:
         Raises:
             ConfigurationError: If state is missing, has another shape, or cannot start fresh.
         """
-        found: dict[Tensor, Loaded] = {}
+        loads: dict[Tensor, Loaded] = {}
         report = LoadReport(policy)
         for target in self._targets:
             wanted = target.wanted
@@ -258,10 +259,10 @@ class StateDictMatch:
                 return problem
 
             writers = saved.optimizers
-            its = report.decide(wanted, saved, misfit)
-            taken = {key: values[origin.key] for key, origin in its.origins.items()}
+            outcome = report.decide(wanted, saved, misfit)
+            taken = {key: values[origin.key] for key, origin in outcome.origins.items()}
             # moments and their count belong together
-            if target.counts and not its.fresh:
+            if target.counts and not outcome.fresh:
                 # fused classes count in groups
                 counted = values if STEP in values else self._group_of.get(number, {})
                 if STEP in counted:
@@ -277,10 +278,10 @@ class StateDictMatch:
                 for key, value in values.items()
                 if key not in wanted.keys and all(is_users(name, key) for name in writers)
             }
-            found[target.param] = Loaded.by(its, taken, of_user if writers else {})
+            loads[target.param] = Loaded.by(outcome, taken, of_user if writers else {})
         report.refuse("state_dict", has_stepped=has_stepped)
         log_notes(report.notes)
-        return found
+        return loads
 
     def _saved_state(self, number: Any, keys: set[str], reader: str) -> SavedState:
         group = self._group_of.get(number)
@@ -297,14 +298,16 @@ def _with_settings(saved: Groups, groups: Groups) -> Groups:
     torch gives the settings of a saved group to the last one of several groups that hold its
     parameters now. The identity still tells that other parameters had these settings.
     """
-    told = [group for group in saved if group.keys() > {"params"}]
-    if len(saved) != len(groups) or not told:
+    with_settings = [group for group in saved if group.keys() > {"params"}]
+    if len(saved) != len(groups) or not with_settings:
         return saved
     result = []
-    for its, group in zip(saved, groups, strict=True):
-        alike = (donor for donor in told if optimizer_of(donor) == optimizer_of(group))
-        donor = its if its.keys() > {"params"} else next(alike, told[0])
-        result.append({**donor, "params": its["params"]})
+    for saved_group, group in zip(saved, groups, strict=True):
+        donor = saved_group
+        if donor.keys() == {"params"}:
+            alike = (own for own in with_settings if optimizer_of(own) == optimizer_of(group))
+            donor = next(alike, with_settings[0])
+        result.append({**donor, "params": saved_group["params"]})
     return result
 
 
@@ -313,23 +316,23 @@ def _by_path(values: Mapping[str, Any], keys: Collection[str]) -> Mapping[str, A
 
     State of whole matrices is saved so; emerging-optimizers' classes have lists of factors.
     """
-    found = dict(values)
+    by_path = dict(values)
     for key in values.keys() & {key.partition("/")[0] for key in keys} - {*keys}:
-        found |= {"/".join(path): leaf for path, leaf in leaves(found.pop(key), (key,))}
-    return found
+        by_path |= {"/".join(path): leaf for path, leaf in leaves(by_path.pop(key), (key,))}
+    return by_path
 
 
-def _by_place(
-    saved: Groups, places: Iterable[int | None], targets: Sequence[Sequence[Target]]
+def _by_order(
+    saved: Groups, order: Iterable[int], targets: Sequence[Sequence[Target]]
 ) -> dict[str, Any]:
-    """Return the number of each parameter, given the place of each group in a state dict."""
-    found: dict[str, Any] = {}
-    for its, place in zip(targets, places, strict=True):
-        numbers = [] if place is None or place >= len(saved) else saved[place]["params"]
-        if len(numbers) != len(its):
-            raise _another(saved, f"{len(numbers)} parameters of a group", len(its))
-        found |= {item.wanted.name: n for item, n in zip(its, numbers, strict=True)}
-    return found
+    """Return the number of each parameter, given the index of each group in a state dict."""
+    number_of: dict[str, Any] = {}
+    for of_group, index in zip(targets, order, strict=True):
+        numbers = saved[index]["params"] if index < len(saved) else []
+        if len(numbers) != len(of_group):
+            raise _another(saved, f"{len(numbers)} parameters of a group", len(of_group))
+        number_of |= {target.wanted.name: n for target, n in zip(of_group, numbers, strict=True)}
+    return number_of
 
 
 def _groups_of(state_dict: Any) -> Groups:
@@ -349,7 +352,7 @@ def _groups_of(state_dict: Any) -> Groups:
 
 
 def _in_order(saved: Groups, groups: Groups) -> list[int]:
-    """Return the place of each group's counterpart in a state dict without names."""
+    """Return the index of each group's counterpart in a state dict without names."""
     if all(map(is_identified, saved)):
         return match_all(saved, groups)
     if len(saved) != len(groups):

@@ -111,7 +111,8 @@ def _checked_load(
     folder = getattr(args, load_arg)
     rates = _rates_kept(optimizer, opt_param_scheduler)
     with _reading(args), _loading(optimizer), rates, _asking_for_buckets(optimizer):
-        _check_tracked(folder, args)
+        if folder is not None and _read.get() is not None and not getattr(args, "ckpt_step", None):
+            from_rank_0(lambda: _check_tracker(Path(folder)))
         try:
             return original(ddp_model, optimizer, opt_param_scheduler, load_arg, *rest, **kwargs)
         except RuntimeError as error:
@@ -134,8 +135,8 @@ def _checked_load(
 def _asking_for_buckets(optimizer: Any) -> Iterator[None]:
     """In a block, ask for state by bucket at any layout, which :func:`match` reads or refuses."""
     forms = DistributedOptimizer.checkpoint_fully_reshardable_formats
-    own = {BY_BUCKET} if _storages_of(optimizer) else set()
-    DistributedOptimizer.checkpoint_fully_reshardable_formats = forms | own
+    by_bucket = {BY_BUCKET} if _storages_of(optimizer) else set()
+    DistributedOptimizer.checkpoint_fully_reshardable_formats = forms | by_bucket
     try:
         yield
     finally:
@@ -186,17 +187,12 @@ def _in_the_right_folder(original: Function, *values: Any, **kwargs: Any) -> Any
     asked = inspect.signature(original).bind(*values, **kwargs).arguments
     keys = ("checkpoints_path", "iteration", "release")
     folder = original(**{key: asked[key] for key in keys if key in asked}, return_base_dir=True)
-    place = written_to(folder) if _read.get() is None else str(whole(Path(folder)))
-    return place + name.removeprefix(folder)
-
-
-def _check_tracked(folder: str | None, args: Any) -> None:
-    """Refuse to start anew beside complete checkpoints; collective."""
-    if folder is not None and _read.get() is not None and not getattr(args, "ckpt_step", None):
-        from_rank_0(lambda: _check_tracker(Path(folder)))
+    actual = written_to(folder) if _read.get() is None else str(whole(Path(folder)))
+    return actual + name.removeprefix(folder)
 
 
 def _check_tracker(folder: Path) -> None:
+    """Refuse to start anew beside complete checkpoints."""
     tracker = folder / TRACKER
     if tracker.exists():
         return
@@ -215,8 +211,8 @@ def _check_files(folder: Path) -> None:
     check(folder)
     if form_of(folder) == "torch" and parallel_state.model_parallel_is_initialized():
         # the name of this rank's folder does not depend on the iteration, so 0 will do
-        own = Path(require_upstream("get_checkpoint_name")(folder.parent, 0)).parent.name
-        raise_together(lambda: _check_rank_has_file(folder / own))
+        name = Path(require_upstream("get_checkpoint_name")(folder.parent, 0)).parent.name
+        raise_together(lambda: _check_rank_has_file(folder / name))
     read.checked.add(folder)
 
 
@@ -235,9 +231,9 @@ def _loading(optimizer: Any) -> Iterator[None]:
     Adam then continued from its initial weights.
     """
     args = owner_of("load_checkpoint").get_args()
-    own = {name: value for name, value in vars(args).items() if name in _SET_MEANWHILE}
+    before = {name: value for name, value in vars(args).items() if name in _SET_MEANWHILE}
     # ``generate_state_dict`` leaves out what these flags say, also for a load
-    vars(args).update(dict.fromkeys(own.keys() - {"ckpt_format"}, False))
+    vars(args).update(dict.fromkeys(before.keys() - {"ckpt_format"}, False))
     token = _optimizer.set(optimizer)
     try:
         yield
@@ -245,7 +241,7 @@ def _loading(optimizer: Any) -> Iterator[None]:
         _optimizer.reset(token)
         forget_layers()
         forget_metadata()
-        vars(args).update(own)
+        vars(args).update(before)
 
 
 _SET_MEANWHILE = ("ckpt_format", "no_save_optim", "no_save_rng")
@@ -310,36 +306,36 @@ def _rates_kept(optimizer: Any, scheduler: Any) -> Iterator[None]:
     # this package's optimizers; megatron-core's own keep its behaviour
     keeps = bool(_storages_of(optimizer))
     groups = optimizer.param_groups if keeps else []
-    own = [{key: group[key] for key in _RATES if key in group} for group in groups]
+    rates_of = [{key: group[key] for key in _RATES if key in group} for group in groups]
     yield
     if keeps and getattr(scheduler, "use_checkpoint_opt_param_scheduler", False):
         # collective, so also on ranks without groups
-        own = raise_together(lambda: _saved_rates(optimizer, own))
-    for group, rates in zip(optimizer.param_groups if own else (), own, strict=True):
+        rates_of = raise_together(lambda: _saved_rates(optimizer, rates_of))
+    for group, rates in zip(optimizer.param_groups if rates_of else (), rates_of, strict=True):
         group.update(rates)
-    if own and scheduler is not None:
+    if rates_of and scheduler is not None:
         # sets the current learning rates
         scheduler.step(0)
 
 
-def _saved_rates(optimizer: Any, own: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+def _saved_rates(optimizer: Any, rates_of: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
     """Return the checkpoint's rates for each group.
 
     Raises:
         CheckpointError: If the checkpoint has rates for parameters that have no group of their own.
     """
     storages = _storages_of(optimizer)
-    saved = next((its.loaded_groups for its in storages if its.loaded_groups), ())
+    saved = next((storage.loaded_groups for storage in storages if storage.loaded_groups), ())
     if not saved:
-        return [dict(rates) for rates in own]
+        return [dict(rates) for rates in rates_of]
     result, taken = [], []
-    twins = [twin for its in storages for twin in its.twins]
-    for group, twin, rates in zip(optimizer.param_groups, twins, own, strict=True):
-        its = {key: (twin or {}).get(key, rate) for key, rate in rates.items()}
-        taken.append([its.get(key) for key in _RATES])
+    twins = [twin for storage in storages for twin in storage.twins]
+    for group, twin, rates in zip(optimizer.param_groups, twins, rates_of, strict=True):
+        of_twin = {key: (twin or {}).get(key, rate) for key, rate in rates.items()}
+        taken.append([of_twin.get(key) for key in _RATES])
         # the checkpoint has none for what only this run overrides
-        mine = overridden(group).keys() - overridden(twin or {}).keys()
-        result.append({**its, **{key: rates[key] for key in rates.keys() & mine}})
+        ours = overridden(group).keys() - overridden(twin or {}).keys()
+        result.append({**of_twin, **{key: rates[key] for key in rates.keys() & ours}})
     others = {
         str(group.get(GROUP_ID))
         for group in saved
@@ -359,18 +355,17 @@ def _saved_rates(optimizer: Any, own: Sequence[Mapping[str, float]]) -> list[dic
 def _matching_torch_dist(original: Function, *values: Any, **kwargs: Any) -> Any:
     """Match requested optimizer state with a ``torch_dist`` checkpoint before it is read."""
     asked = inspect.signature(original).bind(*values, **kwargs).arguments
-    wanted, place = asked["sharded_state_dict"], (asked["load_dir"], asked["iteration"])
     if not MultiStorageClientFeature.is_enabled():
-        name = require_upstream("get_checkpoint_name")(
-            *place, asked["release"], return_base_dir=True
-        )
+        keys = ("load_dir", "iteration", "release")
+        name = require_upstream("get_checkpoint_name")
+        folder = Path(name(*(asked[key] for key in keys), return_base_dir=True))
         # checkpoints beside the persistent ones have not been checked
-        _check_files(Path(name))
+        _check_files(folder)
         # the first of two calls, see ``_checked_load``
         if asked["rank0"]:
-            raise_together(lambda: read_common_state(Path(name)))
-        elif wanted is not None:
-            match(wanted, Path(name), Policy())
+            raise_together(lambda: read_common_state(folder))
+        elif (wanted := asked["sharded_state_dict"]) is not None:
+            match(wanted, folder, Policy())
     return original(*values, **kwargs)
 
 

@@ -56,11 +56,11 @@ def keeping_padding(
     if rows < tokens or getattr(saved, "make_vocab_size_divisible_by", divisor) != divisor:
         return padded
     size = args.tensor_model_parallel_size
-    kept: int = -(-rows // size) * size
-    if kept != padded and logging_enabled and args.rank == 0:
-        text = f"the vocabulary keeps the padding of the checkpoint, {kept} rows"
+    as_saved: int = -(-rows // size) * size
+    if as_saved != padded and logging_enabled and args.rank == 0:
+        text = f"the vocabulary keeps the padding of the checkpoint, {as_saved} rows"
         inform(logger, f"{text}; --padded-vocab-size {padded} pads it anew")
-    return kept
+    return as_saved
 
 
 def _saved_args(folder: str, args: Any) -> Any:
@@ -69,15 +69,15 @@ def _saved_args(folder: str, args: Any) -> Any:
         return None
     try:
         step = getattr(args, "ckpt_step", None) or read_tracker(Path(folder, TRACKER))
-        place = whole(Path(folder, folder_name(step)))
-        if not (place / CONFIG).exists():
+        checkpoint = whole(Path(folder, folder_name(step)))
+        if not (checkpoint / CONFIG).exists():
             return None
-        return read_common_state(place).get("args", Namespace())
+        return read_common_state(checkpoint).get("args", Namespace())
     except (CheckpointError, FileNotFoundError):
         return None
 
 
-def fill_new_rows(state: Any, shapes: Shapes, known: Iterable[Change] = ()) -> None:
+def fill_new_rows(state: Any, shapes: Shapes, adapted: Iterable[Change] = ()) -> None:
     """Let new rows of vocabularies be loaded as copies of the checkpoint's last row; collective.
 
     That row usually is padding. This holds for weights, main weights and optimizer state.
@@ -85,23 +85,22 @@ def fill_new_rows(state: Any, shapes: Shapes, known: Iterable[Change] = ()) -> N
     Args:
         state: What ``dist_checkpointing`` is going to load; changed in place.
         shapes: Global shapes of the checkpoint's tensors.
-        known: Changes of entries that are adapted already.
+        adapted: Changes of entries that are adapted already.
     """
-    changes: dict[Change, None] = dict.fromkeys(known)
+    changes: dict[Change, None] = dict.fromkeys(adapted)
 
-    def adapted(item: Any) -> Any:
+    def filled(item: Any) -> Any:
         if not (isinstance(item, ShardedTensor) and item.allow_shape_mismatch):
             return item
         saved, wanted = shapes.get(item.key), tuple(item.global_shape)
         if saved is None or saved == wanted:
             return item
-        found = assemble(item, tensor_sources(item.key, saved, item))
-        if found is None:
+        if (reading := assemble(item, tensor_sources(item.key, saved, item))) is None:
             return item
         changes[saved[0], wanted[0]] = None
-        return found
+        return reading
 
-    dict_list_map_inplace(adapted, state)
+    dict_list_map_inplace(filled, state)
     for saved, wanted in gather_unique(changes):
         log_single_rank(logger, logging.WARNING, _text(saved, wanted))
 

@@ -1,5 +1,6 @@
 """State of whole matrices on owner ranks, as all ranks save and load it."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,10 +42,10 @@ class WholeMatrixState:
 
     def entries(self, groups: Sequence[ParamGroup], state: State) -> list[list[OwnerEntry]]:
         """Return every parameter's state that owners have so far; collective."""
-        found: list[list[OwnerEntry]] = [[] for _ in self._rule.shards]
+        by_shard: list[list[OwnerEntry]] = [[] for _ in self._rule.shards]
         for entry in self._survey(groups, state)[1]:
-            found[entry.shard].append(entry)
-        return found
+            by_shard[entry.shard].append(entry)
+        return by_shard
 
     def publish(self, groups: Sequence[ParamGroup], state: State) -> list[dict[str, Any]]:
         """Return the state of every parameter, in the order of shards; collective over the group.
@@ -52,7 +53,7 @@ class WholeMatrixState:
         Raises:
             ConfigurationError: On all ranks, if an owner's state cannot be restored.
         """
-        kept, entries = self._survey(groups, state)
+        owned, entries = self._survey(groups, state)
         if problems := [entry for entry in entries if entry.problem]:
             argument = f"state {problems[0].name!r} of {self._rule.name}"
             rule = "only float32 tensors and numbers can be saved"
@@ -62,9 +63,9 @@ class WholeMatrixState:
         for entry in entries:
             value = entry.number
             if entry.shape is not None:
-                mine = kept.get((entry.shard, entry.name))
+                item = owned.get((entry.shard, entry.name))
                 # entries have the same order on all ranks, and each is one collective
-                value = self._cut(entry, torch.empty(0) if mine is None else mine.value)
+                value = self._cut(entry, torch.empty(0) if item is None else item.value)
             states[entry.shard][entry.name] = value
         return states
 
@@ -75,7 +76,7 @@ class WholeMatrixState:
 
         State that is not in ``saved``, the same on all ranks, does not change.
         """
-        kept, entries = self._survey(groups, state)
+        owned, entries = self._survey(groups, state)
         for entry in entries:
             if entry.name not in saved[entry.shard]:
                 continue
@@ -83,8 +84,8 @@ class WholeMatrixState:
             if isinstance(value, DTensor):
                 # also on ranks that do not own it, because the gather is collective
                 value = value.full_tensor()
-            if (entry.shard, entry.name) in kept:
-                kept[entry.shard, entry.name].replace(value)
+            if (entry.shard, entry.name) in owned:
+                owned[entry.shard, entry.name].replace(value)
 
     def counts(self) -> Iterator[UnshardedState]:
         """Return the step counts of the matrices that this rank owns."""
@@ -93,15 +94,15 @@ class WholeMatrixState:
     def _survey(
         self, groups: Sequence[ParamGroup], state: State
     ) -> tuple[dict[tuple[int, str], UnshardedState], list[OwnerEntry]]:
-        """Return the state that this rank keeps, and entries of all ranks; collective."""
-        found = (*self._rule.unsharded_state(groups, state), *self._rule.counts())
-        kept = {(item.shard, self._name(item)): item for item in found}
-        mine = [
+        """Return the state that this rank owns, and entries of all ranks; collective."""
+        items = (*self._rule.unsharded_state(groups, state), *self._rule.counts())
+        owned = {(item.shard, self._name(item)): item for item in items}
+        entries = [
             _describe(shard, name, self._ranks.rank, item.value)
-            for (shard, name), item in kept.items()
+            for (shard, name), item in owned.items()
         ]
-        known = [entry for entries in gather_objects(mine, self._ranks.group) for entry in entries]
-        return kept, sorted(known, key=lambda entry: (entry.shard, entry.name))
+        of_all = itertools.chain(*gather_objects(entries, self._ranks.group))
+        return owned, sorted(of_all, key=lambda entry: (entry.shard, entry.name))
 
     def _name(self, item: UnshardedState) -> str:
         matrices = self._rule.shards[item.shard].split.matrices

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -96,19 +95,21 @@ def explain(path: str | Path) -> CheckpointSummary:
     folder = _folder_in(Path(path))
     check(folder)
     catalogue = read_catalogue(folder)
-    contents, common = CheckpointSummary(str(folder), catalogue.form), catalogue.common
-    _note_values(contents, catalogue)
-    _note_optimizer(contents, common.get("optimizer") or {})
+    summary, common = CheckpointSummary(str(folder), catalogue.form), catalogue.common
+    _note_values(summary, catalogue)
+    state = common.get("optimizer") or {}
+    summary.optimizers = sorted(map(str, optimizers_of(saved_groups(state)) - {None}))
+    summary.step = saved_steps(state)
     args = common.get("args")
     iteration = common.get("iteration")
-    contents.iteration = None if iteration is None else int(iteration)
+    summary.iteration = None if iteration is None else int(iteration)
     sizes = {short: getattr(args, name, None) for short, name in _SIZES.items()}
-    contents.parallelism = {short: size for short, size in sizes.items() if size is not None}
+    summary.parallelism = {short: size for short, size in sizes.items() if size is not None}
     main = getattr(args, "optimizer", None)
-    if main and main not in contents.optimizers:
-        contents.optimizers.insert(0, main)
-    contents.loads = contents.loads or [_LOADS[contents.format]]
-    return contents
+    if main and main not in summary.optimizers:
+        summary.optimizers.insert(0, main)
+    summary.loads = summary.loads or [_LOADS[summary.format]]
+    return summary
 
 
 def _broken(folder: Path, rule: str) -> ConfigurationError:
@@ -130,14 +131,7 @@ def _folder_in(path: Path) -> Path:
     return whole(path)
 
 
-def _note_optimizer(contents: CheckpointSummary, state: Any) -> None:
-    """Add the optimizers and step count of a saved optimizer state."""
-    names = optimizers_of(saved_groups(state)) - {None}
-    contents.optimizers = sorted({*contents.optimizers, *map(str, names)})
-    contents.step = max(contents.step, saved_steps(state))
-
-
-def _note_values(contents: CheckpointSummary, catalogue: Catalogue) -> None:
+def _note_values(summary: CheckpointSummary, catalogue: Catalogue) -> None:
     """Add a checkpoint's tensors, and where they can be loaded."""
     tensors = [value for value in catalogue.values.values() if value.shape is not None]
     for value in tensors:
@@ -145,13 +139,13 @@ def _note_values(contents: CheckpointSummary, catalogue: Catalogue) -> None:
         if catalogue.form != "torch_dist":
             # the matrix's name is first
             kind = kind.rpartition("/")[2]
-        amount = contents.state.setdefault(kind, SavedAmount()) if kind else contents.model
+        amount = summary.state.setdefault(kind, SavedAmount()) if kind else summary.model
         amount.add(value)
     if catalogue.form == "torch_dist":
         of_matrices = sorted({value.kind or "" for value in tensors if value.of_matrix})
         slabs = max((value.slabs for value in tensors), default=0)
-        by_bucket = any(value.in_bucket for value in tensors) and not catalogue.buckets.boxes
-        contents.loads = list(_where_it_loads(of_matrices, slabs, by_bucket=by_bucket))
+        by_bucket = any(value.in_bucket for value in tensors) and not catalogue.bucket_boxes
+        summary.loads = list(_where_it_loads(of_matrices, slabs, by_bucket=by_bucket))
 
 
 def _where_it_loads(of_matrices: Sequence[str], slabs: int, *, by_bucket: bool) -> Iterator[str]:
@@ -168,22 +162,22 @@ def _where_it_loads(of_matrices: Sequence[str], slabs: int, *, by_bucket: bool) 
         yield f"but {kinds} only with the same --use-distributed-optimizer setting, {hint}"
 
 
-def show(contents: CheckpointSummary, console: Console) -> None:
-    """Print a checkpoint's contents as a table."""
-    sizes = ", ".join(f"{name} {size}" for name, size in contents.parallelism.items())
+def show(summary: CheckpointSummary, console: Console) -> None:
+    """Print what a checkpoint contains as a table."""
+    sizes = ", ".join(f"{name} {size}" for name, size in summary.parallelism.items())
     rows = {
-        "format": contents.format,
-        "iteration": contents.iteration,
-        "optimizers": ", ".join(contents.optimizers),
-        "optimizer steps": contents.step or None,
+        "format": summary.format,
+        "iteration": summary.iteration,
+        "optimizers": ", ".join(summary.optimizers),
+        "optimizer steps": summary.step or None,
         "written at": sizes,
-        "model": contents.model if contents.model.tensors else None,
-        **{f"state {kind}": amount for kind, amount in contents.state.items()},
+        "model": summary.model if summary.model.tensors else None,
+        **{f"state {kind}": amount for kind, amount in summary.state.items()},
     }
-    table = Table("", "", title=Text(contents.folder), show_header=False)
+    table = Table("", "", title=Text(summary.folder), show_header=False)
     for name, value in rows.items():
         table.add_row(name, Text("not recorded" if value in (None, "") else str(value)))
     table.add_section()
-    for text in contents.loads:
+    for text in summary.loads:
         table.add_row("loads", Text(text))
     console.print(table)

@@ -64,8 +64,8 @@ def check(folder: Path, *, every_byte: bool = False) -> None:
     """
     files, listed = from_rank_0(lambda: _needed(folder))
     raise_together(lambda: _check_share(folder, files, every_byte=every_byte))
-    found = raise_together(lambda: _fingerprints_of_share(folder, files) if listed else {})
-    now = dict(gather_unique(found.items()))
+    share = raise_together(lambda: _fingerprints_of_share(folder, files) if listed else {})
+    now = dict(gather_unique(share.items()))
     foreign = sorted(name for name in now.keys() & listed.keys() if now[name] != listed[name])
     # all saves write the same configuration
     old, new = ({each[name] for name in each if name != CONFIG} for each in (listed, now))
@@ -98,9 +98,9 @@ def fingerprints_of(folder: Path) -> dict[str, str]:
     """
     # one rank lists the folder, which on a shared file system may look different to others
     files, _ = from_rank_0(lambda: _needed(folder))
-    mine = raise_together(lambda: _fingerprints_of_share(folder, files))
+    share = raise_together(lambda: _fingerprints_of_share(folder, files))
     forget_metadata()
-    return functools.reduce(operator.or_, gather_objects(mine))
+    return functools.reduce(operator.or_, gather_objects(share))
 
 
 def write_list(folder: Path, fingerprints: Mapping[str, str]) -> None:
@@ -112,8 +112,8 @@ def write_list(folder: Path, fingerprints: Mapping[str, str]) -> None:
 
 def is_part_of_a_checkpoint(path: Path) -> bool:
     """Return whether a file or folder has the name of what a save writes."""
-    own = (METADATA, CONFIG, LIST, "*.distcp", "mp_rank_*", "common.pt", "integrity.json")
-    return any(map(path.match, own))
+    names = (METADATA, CONFIG, LIST, "*.distcp", "mp_rank_*", "common.pt", "integrity.json")
+    return any(map(path.match, names))
 
 
 def fingerprint(path: Path, slices: Sequence[Slice] = ()) -> str:
@@ -161,13 +161,13 @@ def _needed(folder: Path) -> tuple[Files, dict[str, str]]:
 
 
 def _tensors_in(metadata: Metadata) -> Files:
-    found: dict[str, list[Slice]] = {}
+    slices_of: dict[str, list[Slice]] = {}
     for item in metadata.storage_data.values():
         # a compressed tensor does not start and end as torch writes it
         if not getattr(item, "transform_descriptors", None):
-            found.setdefault(item.relative_path, []).append((item.offset, item.length))
+            slices_of.setdefault(item.relative_path, []).append((item.offset, item.length))
     # tensors are written one after another, so the last one ends where the file does
-    return {name: tuple(sorted(slices)) for name, slices in found.items()}
+    return {name: tuple(sorted(slices)) for name, slices in slices_of.items()}
 
 
 def _share(files: Files) -> list[str]:

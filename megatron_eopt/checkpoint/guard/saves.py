@@ -60,8 +60,8 @@ def whole(folder: Path) -> Path:
     folder = absolute(folder)
     # earlier versions put what a save replaces into ``previous.iter_0000010``
     previous = [folder.with_name(f"previous.{folder.name}")] if folder.match("iter_*") else []
-    places = [*previous, folder, *_listed(folder)]
-    return next((place for place in places if place.is_dir() and any(place.iterdir())), folder)
+    folders = [*previous, folder, *_listed(folder)]
+    return next((path for path in folders if path.is_dir() and any(path.iterdir())), folder)
 
 
 @contextmanager
@@ -153,11 +153,11 @@ class Save:
 
         def complete() -> None:
             _keep_other_files(self.folder, self.path)
-            write_list(self.path, found)
+            write_list(self.path, fingerprints)
 
         try:
             raise_together(lambda: naming_full_disk(self.folder, fail))
-            found = fingerprints_of(self.path)
+            fingerprints = fingerprints_of(self.path)
             from_rank_0(lambda: naming_full_disk(self.folder, complete))
         except Exception:
             # gives the space back
@@ -188,9 +188,9 @@ def begin(folder: str | Path) -> Save:
     Raises:
         CheckpointError: If another process saves to this folder now, or the disk is full.
     """
-    place = absolute(folder)
+    folder = absolute(folder)
     # one rank; the others wait, since they write there next
-    return Save(place, from_rank_0(lambda: naming_full_disk(place, lambda: _begin(place))))
+    return Save(folder, from_rank_0(lambda: naming_full_disk(folder, lambda: _begin(folder))))
 
 
 def naming_full_disk[T](folder: Path, call: Callable[[], T]) -> T:
@@ -209,9 +209,9 @@ def naming_full_disk[T](folder: Path, call: Callable[[], T]) -> T:
         while cause is not None:
             codes.add(getattr(cause, "errno", None))
             cause = cause.__cause__ or cause.__context__
-        for place in filter(Path.is_dir, (folder, folder.parent)):
+        for path in filter(Path.is_dir, (folder, folder.parent)):
             try:
-                with tempfile.TemporaryFile(dir=place) as file:
+                with tempfile.TemporaryFile(dir=path) as file:
                     os.posix_fallocate(file.fileno(), 0, 1 << 20)
             except OSError as failed:
                 codes.add(failed.errno)

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_eopt import ConfigurationError, checkpoints
-from megatron_eopt.checkpoint.bucket_order import Entry, Order, boxes_by_order
+from megatron_eopt.checkpoint.bucket_order import Entry, boxes_by_order
 from megatron_eopt.checkpoint.buckets import BucketSpace
 from megatron_eopt.checkpoint.keys import split_key
 from megatron_eopt.checkpoint.parameter_space import SavedSection
@@ -260,7 +260,7 @@ def test_all_parameters_are_found(tp, bucket_size, tied):
         shapes = {f"{name}.{kind}": tuple(b.shape) for name, b in buckets.items() for kind in "pq"}
         for ours in (1, 2):
             mine = chunks_of(ours, 1, tied=tied)
-            orders = [Order(tuple(map(tuple, stage)), ()) for stage in mine]
+            orders = [(tuple(map(tuple, stage)), ()) for stage in mine]
             random.Random(0).shuffle(orders)
             found = boxes_by_order(shapes, orders, ())
             for one in itertools.chain(*itertools.chain(*mine)):
@@ -273,7 +273,7 @@ def test_all_parameters_are_found(tp, bucket_size, tied):
                             continue  # of another layer, or of another part
                         where = [slice(a, a + n) for a, n in zip(low, box.shape, strict=True)]
                         values = buckets[source.key]
-                        (first,) = source.place
+                        (first,) = source.global_offset
                         read[tuple(where)] = values.as_strided(box.shape, source.strides, first)
                     assert torch.equal(read, wanted), (pp, in_stage, ours, one.name)
 
@@ -283,6 +283,6 @@ def test_buckets_of_another_model_are_not_matched():
     shapes = {f"{name}.param": tuple(bucket.shape) for name, bucket in buckets.items()}
     stage = chunks_of(1, 1, tied=False)[0][0]
     for other in (stage[:-1], stage[1:], [*stage, entry("more", 8, 8)]):
-        assert not boxes_by_order(shapes, [Order((tuple(other),), ())], ())
+        assert not boxes_by_order(shapes, [((tuple(other),), ())], ())
     # the state of some has names
-    assert boxes_by_order(shapes, [Order(((*stage, entry("more", 8, 8)),), ())], {"more"})
+    assert boxes_by_order(shapes, [(((*stage, entry("more", 8, 8)),), ())], {"more"})
