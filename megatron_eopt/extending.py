@@ -7,7 +7,7 @@ with importing_quietly():
     from megatron_eopt.optimizers.muon_rule import MuonRule
     from megatron_eopt.optimizers.storage import Storage
     from megatron_eopt.optimizers.update_rule import UpdateRule
-    from megatron_eopt.storage.interface import MainShard
+    from megatron_eopt.storage.shard import ParamShard
     from megatron_eopt.wrappers.builders import OptimizerBuildContext, register_storage
     from megatron_eopt.wrappers.layer_wise import LayerWiseDistributedOptimizer
     from megatron_eopt.wrappers.parts import build_sharded
@@ -16,9 +16,9 @@ with importing_quietly():
 __all__ = [
     "EmergingOptimizerEntry",
     "LayerWiseDistributedOptimizer",
-    "MainShard",
     "MuonRule",
     "OptimizerBuildContext",
+    "ParamShard",
     "Storage",
     "UpdateRule",
     "build_replicated",

@@ -65,20 +65,18 @@ class DTensorOptimizer(ShardedOptimizer):
     frozen: Frozen | None = None  # notices what is unfrozen later, in your own loop
 
     def __init__(
-        self, groups: Sequence[ParamGroup], served: Served, names: Mapping[Tensor, str]
+        self, groups: Sequence[ParamGroup], served: Served, params: Iterable[Tensor]
     ) -> None:
         self.policy = Policy()
         # shapes of the state that owners keep, by parameter and name; None for a number
         self._shapes: dict[Tensor, dict[str, tuple[int, ...] | None]] = {}
         # keys that stand for that state, in the order of shards
         self._stands: dict[UpdateRule, list[frozenset[str]]] = {}
-        super().__init__(groups, served, names)
+        super().__init__(groups, served, params)
         self.init_state()
         raise_together(self.refuse_faults)
         self._owned: dict[UpdateRule, WholeMatrixState] = {
-            update_rule: WholeMatrixState(
-                update_rule, local_of(self._params[update_rule][0]).device
-            )
+            update_rule: WholeMatrixState(update_rule, local_of(update_rule.params[0]).device)
             for update_rule in self.update_rules
             if isinstance(update_rule, WholeMatrixRule)
         }
@@ -90,8 +88,9 @@ class DTensorOptimizer(ShardedOptimizer):
     def _cleared(self, update_rule: UpdateRule) -> Sequence[int]:
         """Return the shards whose parameters have no keys left that stand for owners' state."""
         cleared = []
-        for number, names in enumerate(self._stands.get(update_rule, ())):
-            kept = self.state[self._params[update_rule][number]]
+        stands = zip(update_rule.params, self._stands.get(update_rule, ()), strict=False)
+        for number, (param, names) in enumerate(stands):
+            kept = self.state[param]
             if names and names.isdisjoint(kept):
                 cleared.append(number)
                 kept.update(dict.fromkeys(names))
@@ -131,7 +130,7 @@ class DTensorOptimizer(ShardedOptimizer):
             with self.groups_and_state(update_rule) as (groups, state):
                 published[update_rule] = owned.publish(groups, state)
         for update_rule, found in published.items():
-            for param, found_of in zip(self._params[update_rule], found, strict=True):
+            for param, found_of in zip(update_rule.params, found, strict=True):
                 self.state[param].update(found_of)
         kept = self._show_as_saved()
         result = super().state_dict()
@@ -197,7 +196,7 @@ class DTensorOptimizer(ShardedOptimizer):
                 entries = [] if owned is None else owned.entries(groups, state)
             if owned is not None:
                 self._stand_for(update_rule, [[entry.name for entry in its] for its in entries])
-            for param, its in zip(self._params[update_rule], entries, strict=False):
+            for param, its in zip(update_rule.params, entries, strict=False):
                 self._shapes[param] = {entry.name: entry.shape for entry in its}
 
     def checked(
@@ -208,9 +207,8 @@ class DTensorOptimizer(ShardedOptimizer):
         Raises:
             ConfigurationError: If state is missing or does not fit.
         """
-        rule_of = {id(param): rule for rule, its in self._params.items() for param in its}
         names = [[self.names[param] for param in group["params"]] for group in self.param_groups]
-        targets = targets_of(self.param_groups, names, rule_of, self.state)
+        targets = targets_of(self.param_groups, names, self.update_rules, self.state)
         match = StateDictMatch(state_dict, self.param_groups, targets)
         loaded = match.load(policy, self._misfit, has_stepped=self.steps > 0)
         return match, loaded
@@ -218,7 +216,7 @@ class DTensorOptimizer(ShardedOptimizer):
     def take(self, loaded: Mapping[Tensor, Loaded]) -> None:
         """Load what :meth:`checked` returned; collective."""
         for update_rule in self.update_rules:
-            for param in () if update_rule in self._owned else self._params[update_rule]:
+            for param in () if update_rule in self._owned else update_rule.params:
                 if loaded[param].starts_fresh:
                     # torch's distributed checkpoints may have been loaded in place
                     name = name_of_class(update_rule.name)
@@ -227,13 +225,13 @@ class DTensorOptimizer(ShardedOptimizer):
             with self.groups_and_state(update_rule) as (groups, state):
                 update_rule.allocate_for_load(groups, state)
                 if update_rule in self._owned:
-                    saved = [loaded[param].converted() for param in self._params[update_rule]]
+                    saved = [loaded[param].converted() for param in update_rule.params]
                     self._owned[update_rule].adopt(groups, state, saved)
                     # the groups of a checkpoint may have set counts of state that starts fresh
                     for count in self._owned[update_rule].counts():
-                        if loaded[self._params[update_rule][count.shard]].starts_fresh:
+                        if loaded[update_rule.params[count.shard]].starts_fresh:
                             count.replace(0)
-            for param in self._params[update_rule]:
+            for param in update_rule.params:
                 if update_rule in self._owned:
                     loaded[param].write_of_user(self.state[param])
                 else:
@@ -269,7 +267,7 @@ class DTensorOptimizer(ShardedOptimizer):
 
     def _stand_for(self, update_rule: UpdateRule, kinds: Sequence[Iterable[str]]) -> None:
         """Set keys without values for state that owners keep, because torch reads the keys."""
-        params, names = self._params[update_rule], [frozenset(its) for its in kinds]
+        params, names = update_rule.params, [frozenset(its) for its in kinds]
         before = self._stands.get(update_rule, [frozenset()] * len(params))
         for param, old, new in zip(params, before, names, strict=True):
             own = {key: value for key, value in self.state[param].items() if key not in old | new}

@@ -155,9 +155,8 @@ def _names_by_group(storage: Storage, names: Names) -> list[list[str]]:
     if storage.in_buffers:
         # a placeholder stands for the parameters of a matrix optimizer
         return [[names[p] for p in its if p in names] for its in storage.params_of_groups]
-    model_of = {id(item.main): item.param for item in storage.main_shards()}
-    groups = storage.optimizer.param_groups
-    return [[names[model_of[id(main)]] for main in group["params"]] for group in groups]
+    name_of = {shard.main: names[shard.param] for shard in storage.shards}
+    return [[name_of[main] for main in g["params"]] for g in storage.optimizer.param_groups]
 
 
 def _load(storage: Storage, part: Mapping[str, Any], policy: Policy, names: Names) -> _Write:
@@ -186,8 +185,8 @@ def _of_whole_parameters(
 ) -> tuple[_Write, StateDictMatch]:
     optimizer = storage.optimizer
     groups = optimizer.param_groups
-    rule_of = {id(main): update_rule for update_rule, _, main in storage.stepped()}
-    targets = targets_of(groups, _names_by_group(storage, names), rule_of, optimizer.state)
+    names_of = _names_by_group(storage, names)
+    targets = targets_of(groups, names_of, storage.update_rules, optimizer.state)
     match = StateDictMatch(inner_of(part), groups, targets)
 
     def problem_with(target: Target, key: str, value: Any) -> str | None:
@@ -212,7 +211,7 @@ def _mains(
         for number, value in zip(group["params"], values, strict=False)
     }
     pairs = []
-    for item in storage.main_shards():
+    for item in storage.shards:
         if item.main is item.param or not hasattr(storage, "fp32_from_float16_groups"):
             continue
         # without main weights in the checkpoint, the model's weights, which were loaded before

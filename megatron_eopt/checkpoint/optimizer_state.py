@@ -132,10 +132,10 @@ def _params_of_groups(
     called = iter(_called([g for storage in present for g in storage.optimizer.param_groups]))
     entries = []
     for storage in present:
-        model_of = {id(item.main): item.param for item in storage.main_shards()}
-        spaces = parameter_spaces(model_state, model_of.values())
+        param_of = {shard.main: shard.param for shard in storage.shards}
+        spaces = parameter_spaces(model_state, param_of.values())
         for group in storage.optimizer.param_groups:
-            of_group = [spaces[model_of[id(main)]] for main in group["params"] if model_of]
+            of_group = [spaces[param_of[main]] for main in group["params"]]
             name = next(called)
             entries += [(name, space.key, space.name) for space in of_group]
     return gather_unique(entries)

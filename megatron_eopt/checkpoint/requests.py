@@ -213,30 +213,28 @@ class StateRequests:
         parameter's step count. Then all other state, such as that of whole matrices on their
         owners, with its counts.
         """
-        groups = storage.optimizer.param_groups if storage.update_rules else ()
-        group_of = {param: group for group in groups for param in group["params"]}
-        stored = list(storage.main_shards())
-        stepped = {
-            id(main): (update_rule, number) for update_rule, number, main in storage.stepped()
-        }
+        stored = [
+            (update_rule, number, group, update_rule.shards[number])
+            for update_rule in storage.update_rules
+            for group, _, number in update_rule.numbered(storage.groups_of(update_rule))
+        ]
         states = {
-            (update_rule, number): storage.optimizer.state[main]
-            for update_rule, number, main in storage.stepped()
+            (update_rule, number): storage.optimizer.state[shard.main]
+            for update_rule, number, _, shard in stored
         }
         unsharded = list(saved_state.unsharded_state_of(storage))
         # a rank may own a matrix of which it stores no part
         params = dict.fromkeys(
-            [item.param for item in stored] + [param for _, param, _ in unsharded]
+            [shard.param for *_, shard in stored] + [param for _, param, _ in unsharded]
         )
         spaces = parameter_spaces(model_state, params)
-        for item in stored:
-            update_rule, number = stepped[id(item.main)]
-            tensors = saved_state.sharded_like_weights(storage, item, update_rule, number)
+        for update_rule, number, group, item in stored:
+            tensors = saved_state.sharded_like_weights(storage, update_rule, number)
             space = spaces[item.param]
             where = saved_state.ParameterLocation(
                 space,
                 storage.replica_of(item.param, space.sharded.replica_id),
-                Reader.of(update_rule.name, group_of[item.main]),
+                Reader.of(update_rule.name, group),
                 states[update_rule, number],
                 item,
                 self._matrices_of(space, item.param, update_rule, number),
@@ -258,7 +256,7 @@ class StateRequests:
             if its.path[0] == OF_GROUPS:
                 state = None
             replica = storage.replica_of_matrix(param, spaces[param].sharded.replica_id)
-            count = len(update_rule.shards[its.shard].layouts) if update_rule.shards else 1
+            count = max(1, len(update_rule.shards[its.shard].layouts))
             group = storage.groups_of(update_rule)[update_rule.group_of[its.shard]]
             reader = Reader.of(update_rule.name, group)
             if its.per_element and (update_rule, its.shard) not in parts_of:
@@ -284,8 +282,8 @@ class StateRequests:
         self, space: ParameterSpace, param: Tensor, update_rule: UpdateRule, number: int
     ) -> Sequence[MatrixPart]:
         """Return a parameter's logical matrices to load from, if it has several."""
-        shard = update_rule.shards[number] if update_rule.shards else None
-        if self._counts is not None or shard is None or shard.slab or len(shard.layouts) == 1:
+        shard = update_rule.shards[number]
+        if self._counts is not None or shard.slab or len(shard.layouts) < 2:
             return ()
         return tuple(space.matrices(param, shard.split))
 

@@ -30,8 +30,8 @@ from megatron_eopt.checkpoint.keys import (
 from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.update_rule import UnshardedState, UpdateRule
-from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.local_tensors import local_of
+from megatron_eopt.storage.shard import ParamShard
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ParameterLocation:
     reader: Reader  # the optimizer, which says what its state means
     # the optimizer's state on this rank, with the step count
     state: dict[str, Any] | None = None
-    stored: MainShard | None = None  # what this rank stores; None for a matrix on its owner rank
+    stored: ParamShard | None = None  # what this rank stores; None for a matrix on its owner rank
     matrices: Sequence[MatrixPart] = ()  # its logical matrices, if it has several
 
     @property
@@ -108,7 +108,7 @@ class StateValue:
         if is_float8tensor(item.param):
             return True  # its rounding depends on whole blocks
         assert self.flat is not None
-        model = local_of(item.param).detach().reshape(-1)[item.start : item.stop]
+        model = item.held_of(item.param)
         moved = model.storage_offset() - self.flat.storage_offset()
         for home, value in zip(self._homes, loaded, strict=True):
             its = model.as_strided(home.shape, home.stride(), home.storage_offset() + moved)
@@ -153,7 +153,7 @@ class StateValue:
         item = self.where.stored
         assert item is not None
         assert self.flat is not None
-        self.flat.copy_(local_of(item.param).detach().reshape(-1)[item.start : item.stop])
+        self.flat.copy_(item.held_of(item.param))
 
 
 def sharded_value(kind: str, value: Tensor, where: ParameterLocation) -> StateValue:
@@ -195,11 +195,11 @@ def unsharded_value(kept: UnshardedState, where: ParameterLocation, count: int) 
 
 
 def sharded_like_weights(
-    storage: Storage, item: MainShard, update_rule: UpdateRule, number: int
+    storage: Storage, update_rule: UpdateRule, number: int
 ) -> dict[str, Tensor]:
     """Return main weights and state that are sharded like the parameter, by kind."""
     # momentum of 8 or 16 bits is saved in the form of float32 momentum
-    tensors = update_rule.saved_form(number, storage.tensors_of(item))
+    tensors = update_rule.saved_form(number, storage.tensors_of(update_rule.shards[number]))
     return {
         kind: value
         for kind, value in tensors.items()
@@ -209,7 +209,7 @@ def sharded_like_weights(
 
 def unsharded_state_of(storage: Storage) -> Iterator[tuple[UpdateRule, Tensor, UnshardedState]]:
     """Yield state that is not sharded like its parameter, with its update rule and parameter."""
-    for update_rule, params in zip(storage.update_rules, storage.params, strict=True):
+    for update_rule in storage.update_rules:
         with storage.groups_and_state(update_rule) as (groups, state):
             for item in update_rule.unsharded_state(groups, state):
-                yield update_rule, params[item.shard], item
+                yield update_rule, update_rule.shards[item.shard].param, item

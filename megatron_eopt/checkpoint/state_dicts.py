@@ -59,18 +59,16 @@ class Target:
 def targets_of(
     groups: Groups,
     names: Sequence[Sequence[str]],
-    rule_of: Mapping[int, UpdateRule],
+    update_rules: Iterable[UpdateRule],
     state: Mapping[Tensor, Mapping[str, Any]],
 ) -> list[list[Target]]:
-    """Return the targets of each group, given the names of its parameters.
-
-    ``rule_of`` has the update rule of each parameter, by its id.
-    """
+    """Return the targets of each group, given the names of its parameters."""
+    rule_of = {param: rule for rule in update_rules for param in rule.params}
     targets: list[list[Target]] = []
     for group, of_group in zip(groups, names, strict=True):
         targets.append([])
         for param, name in zip(group["params"], of_group, strict=True):
-            rule = rule_of[id(param)]
+            rule = rule_of[param]
             reader = Reader.of(rule.name, group)
             keys = frozenset(key for key in state[param] if not is_users(reader.name, key))
             wanted = Wanted(name, reader, keys - {STEP, MOMENTUM_SCALE}, rule.optional_state)

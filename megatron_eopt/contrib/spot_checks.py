@@ -456,7 +456,7 @@ class SpotCheck:
                     self._matrices[number],
                     self.rule.shards[self._matrices[number].shard],
                 )
-                name = matrix.name.replace(shard.name, shard.global_name or shard.name, 1)
+                name = matrix.name.replace(shard.name, shard.global_name, 1)
                 found.append(f"spot check: step {step}, {name}: {self._what_differs(number, its)}")
         return found
 

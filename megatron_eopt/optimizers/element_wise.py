@@ -31,7 +31,7 @@ from megatron_eopt.optimizers.update_rule import (
     step_inside,
 )
 from megatron_eopt.storage.interface import model_copy_of
-from megatron_eopt.storage.shard import Ranks
+from megatron_eopt.storage.shard import ParamShard
 
 # packages whose fused Adam has one step count for each group, not one for each parameter
 _COUNT_IN_GROUPS = ("transformer_engine", "apex")
@@ -87,9 +87,13 @@ class ElementWiseRule(UpdateRule):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, init_state_fn: InitState, config: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        init_state_fn: InitState,
+        config: Any,
+        shards: Sequence[ParamShard],
     ) -> None:
-        super().__init__(type(optimizer).__name__, ())
+        super().__init__(type(optimizer).__name__, shards)
         self._optimizer: Any = optimizer
         self._grad_scale: Tensor | None = None
         self.fuses_grad_scale = isinstance(optimizer, (Adam, AdamW))
@@ -175,14 +179,7 @@ class ElementWiseRule(UpdateRule):
 
 
 class LocalShardRule(ElementWiseRule):
-    """Runs any other optimizer on whole parameters, or on each tensor-parallel slab separately.
-
-    ``ranks`` has, for each parameter, the ranks that store its slabs.
-    """
-
-    def __init__(self, *args: Any, ranks: Sequence[Ranks]) -> None:
-        super().__init__(*args)
-        self._ranks = ranks
+    """Runs any other optimizer on whole parameters, or on each tensor-parallel slab separately."""
 
     def is_sharded_like_param(self, kind: str, value: Any) -> bool:
         """Whether a state value is known to have one element per element of the parameter."""
@@ -199,7 +196,7 @@ class LocalShardRule(ElementWiseRule):
     ) -> Iterator[UnshardedState]:
         """Yield all other state, whose shape only the optimizer understands."""
         for _, param, number in self.numbered(groups):
-            ranks = self._ranks[number]
+            ranks = self.shards[number].ranks
             slab = (ranks.rank, ranks.size) if ranks.size > 1 else None
             for kind, value in state[param].items():
                 if kind != STEP and not self.is_sharded_like_param(kind, value):

@@ -38,33 +38,25 @@ class _Loan:
 
 
 class Lender:
-    """Lends one update rule what it steps; see Note [Lent tensors].
+    """Lends one update rule what it steps; see Note [Lent tensors]."""
 
-    Args:
-        update_rule: The update rule.
-        params: Its parameters, in the order of its shards.
-        names: Names of parameters, for messages.
-    """
-
-    def __init__(
-        self, update_rule: UpdateRule, params: Sequence[Tensor], names: Mapping[Tensor, str]
-    ) -> None:
-        self._rule, self._params, self._names = update_rule, params, names
-        self._loans: list[_Loan | None] = [None] * len(params)
+    def __init__(self, update_rule: UpdateRule) -> None:
+        self._rule = update_rule
+        self._loans: list[_Loan | None] = [None] * len(update_rule.shards)
 
     @contextmanager
     def lent(
         self, groups: Sequence[ParamGroup], outer: State
     ) -> Iterator[tuple[list[ParamGroup], State]]:
         """Provide groups and state of lent tensors in a block, and store what it changed."""
-        params, host = self._params, self._rule.host
-        for param in params:
+        params, host = self._rule.params, self._rule.host
+        for param, shard in zip(params, self._rule.shards, strict=True):
             if param.grad is not None and param.grad.layout != torch.strided:
-                raise sparse_gradient(f"gradient of {self._names[param]}", param.grad.layout)
+                raise sparse_gradient(f"gradient of {shard.name}", param.grad.layout)
         if not any(map(_is_lent, params)):
             yield list(groups), outer
             return
-        loans = [self._loan(number, outer[param]) for number, param in enumerate(params)]
+        loans = [self._loan(number, param, outer[param]) for number, param in enumerate(params)]
         tensors = [loan.tensor for loan in loans]
         # keyed by the lent tensors, because update rules look state up by what they step
         state: State = defaultdict(dict, zip(tensors, [loan.state for loan in loans], strict=True))
@@ -97,10 +89,9 @@ class Lender:
             if not _same(loan.given, loan.state):
                 keep(self._rule, param, outer[param], loan.state)
 
-    def _loan(self, number: int, outer: dict[str, Any]) -> _Loan:
+    def _loan(self, number: int, param: Tensor, outer: dict[str, Any]) -> _Loan:
         """Return what is lent for a parameter, as it was made before if nothing has changed."""
-        param, loan = self._params[number], self._loans[number]
-        local = local_of(param)
+        local, loan = local_of(param), self._loans[number]
         if loan is not None and loan.local is local and loan.address == address_of(local):
             if loan.outer is outer and _same(loan.seen, outer) and _same(loan.given, loan.state):
                 return loan

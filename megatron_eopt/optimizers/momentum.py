@@ -118,8 +118,7 @@ class RoundedMomentum:
             self._encode(n, flat[n], values[MOMENTUM].view(-1), scales.get(n), key)
 
     def _key(self, number: int, step: Tensor) -> Tensor:
-        shard = self._shards[number]
-        name = shard.global_name or shard.name
+        name = self._shards[number].global_name
         count = step.to(self._rows[number].device, torch.int64, non_blocking=True)
         # a hash of integers, which is the same on a CPU and a GPU
         return hashed(hashed(count) ^ zlib.crc32(name.encode()))

@@ -118,11 +118,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     update_rule_class: type[MuonRule] = MuonRule
     """What updates shards of parameters; a subclass may have its own."""
 
-    # ids of planned parameters, their update rules, and engines for single parameters
-    _planned: list[list[int]] | None = None
+    # planned shards of each group, their update rules, and engines for single parameters
+    _planned: Sequence[Sequence[ParamShard]] = ()
     _update_rules: list[MuonRule]
     _alone: dict[Tensor, MatrixEngine]
-    _model_of: Mapping[Tensor, Tensor] = {}  # the model's parameter of each main copy
 
     def __init__(
         self,
@@ -239,40 +238,34 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def plan(self) -> list[MuonRule]:
         """Return the rules that update the groups; collective if parameters have changed."""
         # by id, since `==` of tensors compares elements
-        planned = [[id(param) for param in group["params"]] for group in self.param_groups]
-        if self._planned == planned:
+        wanted = [[id(param) for param in group["params"]] for group in self.param_groups]
+        if self._planned and wanted == [[id(s.main) for s in its] for its in self._planned]:
             return self._update_rules
         dense, experts = (getattr(self.pg_collection, name, None) for name in ("tp", "expt_tp"))
         # a rank that raises alone would leave the others waiting
-        shards = raise_together_in(dense, lambda: raise_together_in(experts, self._shards))
-        self._planned, self._update_rules, self._alone = planned, [], {}
-        params = list(shards)
-        for _, numbers in group_by_ranks(list(shards.values())):
-            number_of = {params[number]: place for place, number in enumerate(numbers)}
-            engine_config = replace(self._engine_config, device=params[numbers[0]].device)
-            update_rule = self.update_rule_over(
-                [shards[param] for param in number_of], engine_config
-            )
-            update_rule.attach(
-                [[number_of.get(p) for p in group["params"]] for group in self.param_groups]
-            )
+        self._planned = raise_together_in(dense, lambda: raise_together_in(experts, self._shards))
+        self._update_rules, self._alone = [], {}
+        for shards in group_by_ranks(shard for its in self._planned for shard in its):
+            engine_config = replace(self._engine_config, device=shards[0].main.device)
+            update_rule = self.update_rule_over(shards, engine_config)
+            update_rule.attach(self.param_groups)
             self._update_rules.append(update_rule)
         return self._update_rules
 
-    def _shards(self) -> dict[Tensor, ParamShard]:
-        shards: dict[Tensor, ParamShard] = {}
+    def _shards(self) -> list[list[ParamShard]]:
+        """Return the shards of each group's parameters, also of what stands for parameters."""
+        model_of = {shard.main: shard.param for its in self._planned for shard in its}
+        shards: list[list[ParamShard]] = []
         names: set[str] = set()
         for group in self.param_groups:
+            shards.append([])
             given = group.get("param_names") or [None] * len(group["params"])
             for name, param in zip(given, group["params"], strict=True):
                 own = name if name and name not in names else f"{name or 'parameter'} {len(names)}"
                 names.add(own)
-                shards[param] = self.shard(own, param)
+                shards[-1].append(self.shard(own, model_of.get(param, param)))
+                shards[-1][-1].main = param
         return shards
-
-    def follow(self, model_of: Mapping[Tensor, Tensor]) -> None:
-        """Treat main copies, which are updated from now on, as their parameters ``model_of``."""
-        self._model_of, self._planned = dict(model_of), None
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **kwargs: Any) -> Tensor:
         """Return the scaled update of one parameter; collective over the group that shards it.
@@ -284,7 +277,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """
         self.plan()
         if p not in self._alone:
-            self._alone[p] = self._engine_alone(self.shard("parameter", p), self.tp_mode, p.device)
+            known = (shard for its in self._planned for shard in its if shard.main is p)
+            shard = next(known, None) or self.shard("parameter", p)
+            self._alone[p] = self._engine_alone(shard, self.tp_mode, p.device)
         return self._alone[p].updates([grad.detach()])[0].to(grad.dtype)
 
     def scaled_orthogonalize_fn_with_gtp_remat(
@@ -369,7 +364,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         # torch keeps hooks in attributes with this prefix
         own = {k: v for k, v in vars(self).items() if not k.startswith("_optimizer_")}
         # a scheduler wraps `step` in an attribute of the instance (torch/optim/lr_scheduler.py)
-        plan = ("_planned", "_update_rules", "_alone", "_model_of", "_slab_ranks", "step")
+        plan = ("_planned", "_update_rules", "_alone", "_slab_ranks", "step")
         return {k: v for k, v in own.items() if k not in plan}
 
     @functools.cached_property
@@ -431,11 +426,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def shard(self, name: str, param: Tensor) -> ParamShard:
         """Return this rank's shard of a parameter, with its logical matrices."""
-        model = self._model_of.get(param, param)
-        cut = partition_dim_and_group(model, self.pg_collection, self.tp_mode)
-        rows = row_group(model, self.pg_collection, self.tp_mode)
+        cut = partition_dim_and_group(param, self.pg_collection, self.tp_mode)
+        rows = row_group(param, self.pg_collection, self.tp_mode)
         split_of = functools.partial(self.split_of, name=name)
-        return slab(name, model, split_of, cut, rows, self._slab_ranks)
+        return slab(name, param, split_of, cut, rows, self._slab_ranks)
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Create the state of all parameters, which loading needs."""

@@ -4,7 +4,7 @@ Parameter groups and state are those of any torch optimizer. Schedulers, checkpo
 change their values at any time, and the next step uses the new ones.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -26,68 +26,64 @@ from megatron_eopt.optimizers.update_rule import (
     refuse_group,
 )
 
-type Served = Sequence[tuple[UpdateRule, slice, Sequence[Tensor]]]
-"""Each update rule with the slice of groups and the parameters that it updates, in the order of its
-shards."""
+type Served = Sequence[tuple[UpdateRule, slice]]
+"""Each update rule with the slice of groups that it updates."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Steps update rules, in one order on all ranks; Megatron's wrappers may wrap it.
 
-    Call :meth:`init_state` once the groups hold the tensors that are stepped.
+    If Megatron's wrapper replaces parameters, :meth:`Storage.serve` follows. Then call
+    :meth:`init_state`.
 
     Args:
         groups: The parameter groups of all update rules.
         served: What each update rule updates.
-        names: Name of each parameter; also an attribute.
+        params: The parameters in the order of the model.
     """
 
     lends = False  # whether update rules get local tensors; see Note [Lent tensors] of lending.py
 
     def __init__(
-        self, groups: Sequence[ParamGroup], served: Served, names: Mapping[Tensor, str]
+        self, groups: Sequence[ParamGroup], served: Served, params: Iterable[Tensor]
     ) -> None:
         # torch needs a group, but a pipeline stage without experts may have none
         self._complete = False
         super().__init__([{"params": []}], {})
         self.param_groups = list(groups)
-        self.names = dict(names)
-        self.update_rules = [update_rule for update_rule, *_ in served]
-        self._places = {update_rule: places for update_rule, places, _ in served}
-        self._params = {update_rule: list(params) for update_rule, _, params in served}
+        self.update_rules = [update_rule for update_rule, _ in served]
+        self._places = dict(served)
+        shard_of = {shard.param: shard for rule in self.update_rules for shard in rule.shards}
+        self.shards = [shard_of[param] for param in params if param in shard_of]
+        self.names: dict[Tensor, str] = {}  # of the tensors that are stepped
         # what lends update rules their tensors, and parts of groups that they share
-        self._lenders: dict[UpdateRule, Lender] = {}
+        self._lenders = {rule: Lender(rule) for rule in self.update_rules} if self.lends else {}
         self._parts: dict[UpdateRule, list[list[Tensor]]] = {}
-        # tensors that may stand in each group, and those that stand there, by their ids
-        self._members: list[set[int]] = []
-        self._seen: list[list[int]] = []
+        self._seen: list[list[int]] = []  # the tensors of each group, by their ids
         # of the main optimizer: what schedulers such as OneCycleLR look up
         self.defaults = {k: v for g in self.param_groups[:1] for k, v in g.items() if k != "params"}
         # for each rule of whole matrices, what was in `state` for the parameters of the groups
         self._entries: dict[UpdateRule, dict[Tensor, dict[str, Any]]] = {}
         self._side = SideStream()
         self._complete = True
+        self.attach()
 
-    def params_of(self, update_rule: UpdateRule) -> list[Tensor]:
-        """Return the parameters that an update rule updates, in the order of its shards."""
-        return self._params[update_rule]
-
-    def follow(self, replaced: Mapping[Tensor, Tensor]) -> None:
-        """Update other tensors from now on, which are in ``param_groups`` and ``state`` already.
-
-        Args:
-            replaced: The new tensor for each old one: a fragment, or a float32 copy.
-        """
-        self.names = {replaced.get(param, param): name for param, name in self.names.items()}
-        self._params = {
-            update_rule: [replaced.get(param, param) for param in params]
-            for update_rule, params in self._params.items()
-        }
-        self._note_groups()
+    def attach(self) -> None:
+        """Take up which tensors are stepped, and tell update rules where they are in the groups."""
+        self.names = {shard.main: shard.name for shard in self.shards if shard.main is not None}
+        self._seen = self._ids()
+        places = list(self._places.values())
+        for update_rule, own in self._places.items():
+            groups = self.param_groups[own]
+            if places.count(own) > 1:
+                members = set(update_rule.params)
+                parts = [[p for p in group["params"] if p in members] for group in groups]
+                self._parts[update_rule] = parts
+                groups = [{"params": its} for its in parts]
+            update_rule.attach(groups)
 
     def init_state(self) -> None:
         """Create the state of every parameter, so that it can be saved and loaded."""
-        self._note_groups()
         for update_rule in self.update_rules:
             with self.groups_and_state(update_rule) as (groups, state):
                 update_rule.init(groups, state)
@@ -223,16 +219,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # what follows on the current stream reads all weights
         self._side.join()
 
-    def _note_groups(self) -> None:
-        """Note which tensors stand in the groups, and which may."""
-        self._members = [set(map(id, self._may_hold(n))) for n in range(len(self.param_groups))]
-        if self.lends:
-            self._lenders = {
-                update_rule: Lender(update_rule, params, self.names)
-                for update_rule, params in self._params.items()
-            }
-        self._attach()
-
     def _take_up_groups(self) -> None:
         """Let update rules know where users have moved parameters in the groups.
 
@@ -247,56 +233,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
             rule = "not where they were when the optimizer was built, so no step would update them"
             hint = "Build the optimizer again after the model or its groups have changed"
             raise ConfigurationError("param_groups", ", ".join(strangers[:8]), rule, hint)
-        self._attach()
+        self.attach()
 
     def _ids(self) -> list[list[int]]:
         return [[id(param) for param in group["params"]] for group in self.param_groups]
 
-    def _may_hold(self, number: int) -> list[Tensor]:
-        """Return the tensors that may stand in a group."""
-        if not self.lends:
-            # other ranks know by its group how to step what they hold of it
-            return list(self.param_groups[number]["params"])
-        return [
-            param
-            for update_rule, places in self._places.items()
-            if places.start <= number < places.stop
-            for param in self._params[update_rule]
-        ]
-
     def _strangers(self) -> list[str]:
         """Return what is where no update rule updates it, and what a rule misses, in words."""
+        # the rules that may step each tensor in each group
+        home: dict[Tensor, range] = {}
+        for rule, own in self._places.items():
+            for number, shard in enumerate(rule.shards):
+                first = own.start + rule.group_of[number]
+                # other ranks know by its group how to step what they hold of it, unless they look
+                home[shard.main] = (
+                    range(own.start, own.stop) if self.lends else range(first, first + 1)
+                )
         found = [
             self._described(param, group)
-            for group, members in zip(self.param_groups, self._members, strict=True)
+            for number, group in enumerate(self.param_groups)
             for param in group["params"]
-            if id(param) not in members
+            if number not in home.get(param, ())
         ]
-        held = {id(param) for group in self.param_groups for param in group["params"]}
-        lost = set[int]().union(*self._members) - held
+        held = {param for group in self.param_groups for param in group["params"]}
         # rules of whole matrices step all of them, or none
         missed = [
-            self.names.get(param, "a parameter")
-            for update_rule in self.update_rules
-            for param in self._params[update_rule]
-            if id(param) in lost and (found or update_rule.counts_matrices)
+            self.names[param]
+            for rule in self.update_rules
+            for param in rule.params
+            if param not in held and (found or rule.counts_matrices)
         ]
         return [*found, *missed]
 
     def _described(self, param: Tensor, group: ParamGroup) -> str:
         where = f"a parameter of group {group.get('group_id')!r}, of shape {tuple(param.shape)}"
         return self.names.get(param, where)
-
-    def _attach(self) -> None:
-        """Tell update rules which of their shards the parameters of the groups are."""
-        self._seen = self._ids()
-        places = list(self._places.values())
-        for update_rule, own in self._places.items():
-            number_of = {param: number for number, param in enumerate(self._params[update_rule])}
-            held = [
-                [param for param in group["params"] if param in number_of]
-                for group in self.param_groups[own]
-            ]
-            if places.count(own) > 1:
-                self._parts[update_rule] = held
-            update_rule.attach([[number_of[param] for param in its] for its in held])

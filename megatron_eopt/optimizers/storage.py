@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.base.names import COPY_ATTRIBUTE
+from megatron_eopt.base.names import COPY_ATTRIBUTE, MAIN_OF_REPLICATED
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
-from megatron_eopt.storage.interface import MainShard, gather_buckets, model_copy_of
+from megatron_eopt.storage.interface import gather_buckets, model_copy_of
+from megatron_eopt.storage.local_tensors import local_of
+from megatron_eopt.storage.shard import ParamShard
 
 
 class Storage:
@@ -49,8 +51,11 @@ class Storage:
     update_rules: Sequence[UpdateRule] = ()
     """What updates the stored tensors; none if megatron-core's own optimizer does."""
 
-    params: Sequence[Sequence[Tensor]] = ()
-    """Each update rule's model parameters, in the order of its shards."""
+    shards: Sequence[ParamShard] = ()
+    """What this rank stores of the parameters, update rule by update rule."""
+
+    main_kind = MAIN_OF_REPLICATED
+    """The kind of main weights in saved state."""
 
     replicas: ProcessGroup | None = None
     """Ranks that store and compute the same as this one."""
@@ -65,21 +70,26 @@ class Storage:
         self.expert_tp_group = getattr(collection, "expt_tp", None) or collection.tp
 
     def serve(
-        self,
-        update_rules: Sequence[UpdateRule],
-        params: Sequence[Sequence[Tensor]] | None = None,
-        replicas: ProcessGroup | None = None,
+        self, update_rules: Sequence[UpdateRule], replicas: ProcessGroup | None = None
     ) -> None:
-        """Set what updates the stored tensors.
-
-        Without ``params``, shards are numbered as the groups are ordered.
-        """
+        """Set what updates the stored tensors, once the wrapper has put them into the groups."""
         self.update_rules, self.replicas = update_rules, replicas
-        model_of = {id(item.main): item.param for item in self.main_shards()}
-        self.params = params or [
-            [model_of[id(main)] for _, main, _ in rule.numbered(self.groups_of(rule))]
-            for rule in update_rules
-        ]
+        self.shards = self.take_up(shard for rule in update_rules for shard in rule.shards)
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.attach()
+
+    def take_up(self, shards: Iterable[ParamShard]) -> list[ParamShard]:
+        """Set the tensors that are stepped, and return the shards of which this rank has some."""
+        mains, found = self.mains(), []
+        for shard in shards:
+            shard.main = mains.get(shard.param, shard.param)
+            if shard.main is not None:
+                found.append(shard)
+        return found
+
+    def mains(self) -> Mapping[Tensor, Tensor | None]:
+        """Return what is stepped in place of parameters; None for what only other ranks store."""
+        return {}
 
     def groups_of(self, update_rule: UpdateRule) -> list[ParamGroup]:
         """Return the parameter groups that an update rule updates, as schedulers see them."""
@@ -97,19 +107,11 @@ class Storage:
             return self.optimizer.groups_and_state(update_rule)
         return nullcontext((self.optimizer.param_groups, self.optimizer.state))
 
-    def stepped(self) -> Iterator[tuple[UpdateRule, int, Tensor]]:
-        """Yield every tensor of the parameter groups, with its update rule and shard index."""
-        for update_rule in self.update_rules:
-            for _, main, number in update_rule.numbered(self.groups_of(update_rule)):
-                yield update_rule, number, main
-
-    def main_shards(self) -> Iterator[MainShard]:
-        """Yield what this rank stores, in a fixed order."""
-        raise NotImplementedError
-
-    def tensors_of(self, item: MainShard) -> dict[str, Any]:
-        """Return main weights, unless they are the model's, and state, by kind, without copying."""
-        raise NotImplementedError
+    def tensors_of(self, shard: ParamShard) -> dict[str, Any]:
+        """Return this rank's main weights, unless they are the model's, and state, by kind."""
+        main = {} if shard.main is shard.param else {self.main_kind: shard.main.detach()}
+        tensors = {**main, **self.optimizer.state[shard.main]}
+        return {kind: local_of(value) for kind, value in tensors.items()}
 
     def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
         """Return what checkpoints store once for all ranks: groups, steps and loss scale.
@@ -125,10 +127,6 @@ class Storage:
         if not self.is_stub_optimizer:
             # a method of megatron-core's mixed-precision wrappers; other storages override this one
             self._copy_model_grads_to_main_grads()  # type: ignore[attr-defined]
-
-    def gradient_of(self, item: MainShard) -> Tensor | None:
-        """Return the gradient that a stored tensor steps with, or None."""
-        return item.main.grad
 
     def gather_params(self, *, now: bool = False) -> None:
         """Gather the stepped weights to all ranks; without ``now``, unless DDP or hooks do."""
@@ -212,14 +210,14 @@ class Storage:
         return self.replica_of(param, replica)
 
 
-def rules_of(storages: Iterable[Storage]) -> Iterator[UpdateRule]:
+def rules_of(storages: Iterable[Storage | ShardedOptimizer]) -> Iterator[UpdateRule]:
     """Yield the update rules of storages, in the order in which they step."""
     for storage in storages:
         yield from storage.update_rules
 
 
 def named_gradients(storage: Storage) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each model parameter with the gradient that its main weight steps with."""
-    for item in storage.main_shards():
-        if (grad := storage.gradient_of(item)) is not None:
-            yield item.param, grad
+    """Yield each model parameter with this rank's part of the gradient that it steps with."""
+    for shard in storage.shards:
+        if (grad := local_of(shard.main.grad)) is not None:
+            yield shard.param, grad

@@ -44,7 +44,6 @@ Note [Lifetimes]
       ``fuses_grad_scale`` is set; :attr:`UpdateRule.grad_scale` is the factor.
 """
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -115,7 +114,7 @@ class UpdateRule:
         self.shards = list(shards)
         # for each group, the shard of each parameter; None for parameters of other update rules
         self.shard_numbers: list[list[int | None]] = []
-        self.group_of: dict[int, int] = {}  # the parameter group of each shard, where known
+        self.group_of: dict[int, int] = {}  # the parameter group of each shard
         # sends matrices to the ranks that compute them, and back
         self.redistribution: Redistribution | None = None
         self.host: HostMemory | None = None  # keeps some weights and state in host memory
@@ -138,20 +137,18 @@ class UpdateRule:
         if self.redistribution is not None:
             yield from self.redistribution.buffers.values()
 
-    def attach(self, places: Sequence[Sequence[int | None]]) -> None:
-        """Set the shard of each parameter of each group."""
-        self.shard_numbers = [list(numbers) for numbers in places]
-        placed = enumerate(self.shard_numbers)
-        self.assign({n: group for group, numbers in placed for n in numbers if n is not None})
+    @property
+    def params(self) -> list[Tensor]:
+        """The tensors that this rank steps, in the order of their shards."""
+        return [shard.main for shard in self.shards if shard.main is not None]
 
-    def attach_in_order(self, groups: Sequence[ParamGroup]) -> None:
-        """Number shards as the parameters of the groups are ordered."""
-        count = itertools.count()
-        self.attach([[next(count) for _ in group["params"]] for group in groups])
-
-    def assign(self, group_of: Mapping[int, int]) -> None:
-        """Set the parameter groups of shards, including shards that are empty on this rank."""
-        self.group_of.update(group_of)
+    def attach(self, groups: Sequence[ParamGroup]) -> None:
+        """Take up which shards the parameters of each group are."""
+        number_of = {shard.main: number for number, shard in enumerate(self.shards)}
+        self.shard_numbers = [[number_of.get(p) for p in group["params"]] for group in groups]
+        # shards that are empty on this rank were in a group when they were the model's parameters
+        for group, numbers in enumerate(self.shard_numbers):
+            self.group_of |= {number: group for number in numbers if number is not None}
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create the state of every parameter, as far as possible without a step."""

@@ -100,10 +100,10 @@ class WholeMatrixRule(UpdateRule):
         plan = self.redistribution.plan
         return [Schedule(self._ranks, self._names, storage, self._work, plan, tensors=2)]
 
-    def attach(self, places: Sequence[Sequence[int | None]]) -> None:
-        """Set the shard of each parameter of each group."""
-        super().attach(places)
-        self._own_groups = [{"params": []} for _ in places]
+    def attach(self, groups: Sequence[ParamGroup]) -> None:
+        """Take up which shards the parameters of each group are."""
+        super().attach(groups)
+        self._own_groups = [{"params": []} for _ in groups]
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create the state of owned matrices, as far as possible without a step."""

@@ -129,7 +129,7 @@ def _scale(chains: Sequence[Any], factors: dict[Tensor, Tensor]) -> None:
         item.param: item
         for chain in chains
         for storage in chain.chained_optimizers
-        for item in storage.main_shards()
+        for item in storage.shards
     }
     for weight, rows in factors.items():
         _scale_one(weight, rows, stored.get(weight))

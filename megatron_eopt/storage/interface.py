@@ -1,27 +1,11 @@
-"""What storages, update rules and chains hand to each other: stored tensors, copies, buckets."""
+"""What storages, update rules and chains hand to each other: copies, buckets."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from megatron_eopt.base.names import COPY_ATTRIBUTE
-
-
-class MainShard(NamedTuple):
-    """What this rank stores of one model parameter."""
-
-    param: Tensor
-    """The model's parameter."""
-
-    main: Tensor
-    """The tensor that is stepped: the same, a float32 copy, or this rank's part of it."""
-
-    start: int
-    """First element of the flattened local parameter that ``main`` holds."""
-
-    stop: int
-    """One past the last."""
 
 
 def model_copy_of(main: Tensor) -> Tensor | None:

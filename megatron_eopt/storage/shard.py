@@ -5,14 +5,19 @@ Note [Shards]
     tensor-parallel weight), ZeRO-1 fragments of slabs, shards of DTensors, whole parameters. A
     shard has a layout for each logical matrix of the parameter, over the ranks of one group. If
     several ranks hold the same elements, the layout says which of them sends. A shard cannot be
-    made unless this rank's pieces of all matrices add up to its tensor.
+    made unless this rank's pieces of all matrices add up to its tensor. Parameters that are stepped
+    element by element need no layouts.
+
+    Shards are made for the model's parameters. Megatron's wrappers then put float32 copies or
+    fragments in their place, and :meth:`~megatron_eopt.optimizers.storage.Storage.take_up` sets
+    :attr:`ParamShard.main`.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +30,9 @@ from megatron_eopt.base.place import row_cut, whole_shape
 from megatron_eopt.layouts import Layout
 from megatron_eopt.layouts.boxes import Boxes
 from megatron_eopt.matrices import Split, matrix_columns, matrix_rows, whole
+from megatron_eopt.storage.local_tensors import local_of
+
+_ANY_SPLIT = whole((1, 1))  # of parameters that are stepped element by element
 
 _REMEMBERED = 4096  # cached layouts, each for all parameters of one shape and position
 
@@ -46,7 +54,7 @@ class Ranks:
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ParamShard:
     """One parameter as a group of ranks stores it; see Note [Shards].
 
@@ -55,28 +63,44 @@ class ParamShard:
     """
 
     name: str  # the parameter's name, unique within an optimizer
-    split: Split  # its logical matrices
-    layouts: tuple[Layout, ...]  # where each of them is stored, in the split's order
-    ranks: Ranks  # the ranks that store it
-    shape: tuple[int, ...]  # of this rank's tensor, or any shape with as many elements
+    param: Tensor  # the model's parameter
+    split: Split = _ANY_SPLIT  # its logical matrices
+    layouts: tuple[Layout, ...] = ()  # where each of them is stored, in the split's order
+    ranks: Ranks = Ranks()  # the ranks that store it
+    shape: tuple[int, ...] = ()  # of this rank's tensor, or any shape with as many elements
     slab: tuple[int, int] | None = None  # tensor-parallel rank and size, if split is one slab's
-    global_name: str = ""  # the parameter's name in the whole model, the same at every layout
     padding: int = 0  # elements at the end of this rank's tensor that belong to no matrix
+    # the tensor that is stepped: the parameter or what stands for it; None if this rank has nothing
+    main: Any = field(init=False)
+    start: int = field(init=False, default=0)  # where it begins in the flattened local parameter
 
     def __post_init__(self) -> None:
-        held = int(self.pieces.area.sum())
-        if held + self.padding != self.numel:
+        self.main = self.param
+        if not self.layouts:
+            return
+        held, numel = int(self.pieces.area.sum()), torch.Size(self.shape).numel()
+        if held + self.padding != numel:
             rule = (
-                f"rank {self.ranks.rank} stores {self.numel} elements, but the {self.split.kind} "
+                f"rank {self.ranks.rank} stores {numel} elements, but the {self.split.kind} "
                 f"split {self.split.describe()} covers {held}"
             )
             hint = "Correct partition_dim, tensor_model_parallel or the split of this parameter"
             raise ConfigurationError("layout", self.name, rule, hint)
 
     @property
-    def numel(self) -> int:
-        """Number of elements that this rank stores."""
-        return torch.Size(self.shape).numel()
+    def stop(self) -> int:
+        """One past the last element of the flattened local parameter that :attr:`main` holds."""
+        return self.start + int(local_of(self.main).numel())
+
+    def held_of(self, tensor: Tensor) -> Tensor:
+        """Return the elements of a tensor like the parameter that :attr:`main` holds, flat."""
+        held: Tensor = local_of(tensor).detach().reshape(-1)[self.start : self.stop]
+        return held
+
+    @property
+    def global_name(self) -> str:
+        """The parameter's name in the whole model, the same at every layout."""
+        return global_name(self.param, self.name)
 
     @property
     def pieces(self) -> Boxes:
@@ -205,9 +229,9 @@ def box_layouts(split: Split, layout: Layout) -> tuple[Layout, ...]:
     return columns_of(split, found) if split.transposed else tuple(found)
 
 
-def group_by_ranks(shards: Sequence[ParamShard]) -> list[tuple[Ranks, list[int]]]:
-    """Return the indices of the shards of each group of ranks, in order of first appearance."""
-    groups: dict[dist.ProcessGroup | None, tuple[Ranks, list[int]]] = {}
-    for number, shard in enumerate(shards):
-        groups.setdefault(shard.ranks.group, (shard.ranks, []))[1].append(number)
+def group_by_ranks(shards: Iterable[ParamShard]) -> list[list[ParamShard]]:
+    """Return the shards of each group of ranks, in order of first appearance."""
+    groups: dict[dist.ProcessGroup | None, list[ParamShard]] = {}
+    for shard in shards:
+        groups.setdefault(shard.ranks.group, []).append(shard)
     return list(groups.values())

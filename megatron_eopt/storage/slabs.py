@@ -12,7 +12,7 @@ from megatron_eopt.base.names import TpModeT
 from megatron_eopt.base.place import whole_shape
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
-from megatron_eopt.storage.shard import Fragment, ParamShard, Ranks, fragment_layouts, global_name
+from megatron_eopt.storage.shard import Fragment, ParamShard, Ranks, fragment_layouts
 
 type SplitOf = Callable[[Tensor, tuple[int, ...]], Split]
 """Returns the logical matrices of a parameter, given its unsharded shape."""
@@ -137,12 +137,5 @@ def slab(
         fragments = [fragment.of_rows(param, piece) for fragment, (_, piece) in cuts]
     layouts = fragment_layouts(split, dim, size, fragments)
     mine = fragments[ranks.rank]
-    return ParamShard(
-        name,
-        split,
-        layouts,
-        ranks,
-        tuple(param.shape),
-        global_name=global_name(param, name),
-        padding=held - (mine.stop - mine.start),
-    )
+    padding = held - (mine.stop - mine.start)
+    return ParamShard(name, param, split, layouts, ranks, tuple(param.shape), padding=padding)

@@ -306,7 +306,7 @@ def _mains(chunk: Any, chain: OptimizerChain) -> Iterator[tuple[str, Any, Tensor
     """Yield the name of each parameter that this rank stores, where, and its main weights."""
     names = {param: name for name, param in named_params(chunk)}
     for storage in chain.chained_optimizers:
-        for item in storage.main_shards():
+        for item in storage.shards:
             yield names[item.param], item, local_of(item.main).detach().reshape(-1)
 
 
@@ -321,11 +321,11 @@ def _differences(
     start, *_, end = expected.weights
     problems = []
     for name, item, main in _mains(chunk, chain):
-        want = local_of(part_of(item.param, end[name])).reshape(-1)[item.start : item.stop]
+        want = item.held_of(part_of(item.param, end[name]))
         far, moved = (main - want).norm(), (end[name] - start[name]).norm()
         if not far <= tolerance * moved:
             problems.append(f"{name} is {float(far / moved):.2g} of its way off")
-        param = local_of(item.param).detach().reshape(-1)[item.start : item.stop]
+        param = item.held_of(item.param)
         if not torch.equal(param, main.to(param.dtype)):
             problems.append(f"{name} of the model is not its main weight")
     return problems

@@ -8,7 +8,7 @@ For Megatron's training loop, the optimizer is put into one of megatron-core's w
 chain, which prepares and clips gradients.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -45,7 +45,6 @@ from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.routing.splits import tensor_parallel_cut
-from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.local_tensors import is_in_a_bucket, local_of
 from megatron_eopt.storage.shard import (
     Fragment,
@@ -53,7 +52,6 @@ from megatron_eopt.storage.shard import (
     Ranks,
     box_layouts,
     fragment_layouts,
-    global_name,
 )
 from megatron_eopt.storage.units import layout_in_unit, unit_of
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
@@ -144,14 +142,7 @@ def _shards(
             for its, param in zip(layouts, params.values(), strict=True)
         ]
     return [
-        ParamShard(
-            name,
-            split,
-            its,
-            Ranks.of(group),
-            tuple(local_of(param).shape),
-            global_name=global_name(param, name),
-        )
+        ParamShard(name, param, split, its, Ranks.of(group), tuple(local_of(param).shape))
         for (name, param), split, its in zip(params.items(), splits, layouts, strict=True)
     ]
 
@@ -246,17 +237,7 @@ def check_parameters(names: Mapping[Tensor, str]) -> None:
 
 
 class LocalShards:
-    """Exposes this rank's shards of DTensors; a mixin for wrappers of whole parameters."""
-
-    def main_shards(self) -> Iterator[MainShard]:
-        """Yield the parameters, with the size of this rank's shard."""
-        for item in super().main_shards():  # type: ignore[misc]
-            yield item._replace(stop=local_of(item.main).numel())
-
-    def tensors_of(self, item: MainShard) -> dict[str, Any]:
-        """Return this rank's main weights and state, by kind."""
-        tensors = super().tensors_of(item)  # type: ignore[misc]
-        return {kind: local_of(value) for kind, value in tensors.items()}
+    """Steps shards of DTensors; a mixin for wrappers of whole parameters."""
 
     def replica_of_matrix(self, param: Tensor, replica: Any) -> tuple[int, ...]:
         """Return the same on all ranks, because there are no copies of such state."""
@@ -269,10 +250,6 @@ class Float32Shards(LocalShards, Float32Optimizer):
 
 class MainShards(LocalShards, MainParamsOptimizer):
     """For bf16: steps float32 copies of the shards."""
-
-    def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's shards of main weights and parameters."""
-        return [(local_of(main), local_of(model)) for main, model in super().copies()]
 
 
 def resolve_for_dtensors(config: Any, *, own_loop: bool = False) -> Settings:
@@ -324,7 +301,7 @@ def build_routed(
     """
     source = source or DTensorShards()
     groups: list[ParamGroup] = []
-    served: list[tuple[UpdateRule, slice, list[Tensor]]] = []
+    served: list[tuple[UpdateRule, slice]] = []
     order = {param: number for number, param in enumerate(routing.names)}
     # all ranks raise together; otherwise the others would wait in a collective
     specs = raise_together(lambda: _checked(settings, routing))
@@ -335,9 +312,10 @@ def build_routed(
         # in model order, because ranks create groups and exchange shards parameter by parameter
         params.sort(key=order.__getitem__)
         if spec.layout == "element_wise":
-            single = ElementWiseRule(spec.optimizer, spec.init_state_fn, settings.config)
+            shards = [ParamShard(routing.names[param], param) for param in params]
+            single = ElementWiseRule(spec.optimizer, spec.init_state_fn, settings.config, shards)
             single.is_clipped = spec.is_clipped
-            served.append((single, places, params))
+            served.append((single, places))
             continue
         # one update rule per process group, with sharded and replicated parameters apart
         together: dict[tuple[Any, bool], list[Tensor]] = {}
@@ -346,7 +324,7 @@ def build_routed(
         for members in together.values():
             update_rule = _matrix_update_rule(spec, settings, routing, members, source)
             update_rule.is_clipped = spec.is_clipped
-            served.append((update_rule, places, members))
+            served.append((update_rule, places))
     optimizer = cls(groups, served, routing.names)
     optimizer.policy = Policy.of(settings)
     return optimizer
@@ -396,9 +374,7 @@ def _matrix_update_rule(
     named = {routing.names[param]: param for param in params}
     splits = [routing.matrices[param] or whole(whole_shape(param)) for param in params]
     found = raise_together_in(group, lambda: source.shards(named, splits, group, computed_by))
-    return update_rule_over(
-        spec, spec.groups, dict(zip(params, found, strict=True)), engine_config, settings.config
-    )
+    return update_rule_over(spec, found, engine_config, settings.config)
 
 
 def is_torch_fsdp2(model_chunks: Sequence[Any]) -> bool:
@@ -433,8 +409,6 @@ def chain_of_shards(
     storage: Storage
     if context.settings.half:
         storage = MainShards(inner, config, scaler, state_exists)
-        # megatron-core's wrapper has replaced the parameters in the groups by main copies
-        inner.follow({item.param: item.main for item in storage.main_shards()})
     else:
         storage = Float32Shards(inner, config, state_exists)
     storage.count_in(norm_group, collection)
@@ -451,10 +425,8 @@ def chain_over(
     scaler: Any = None,
 ) -> OptimizerChain:
     """Return the chain, an instance of ``cls``, of a storage over :func:`build_routed`'s result."""
-    inner = storage.optimizer
-    off_load(inner, context.settings, storage.main_shards())
-    params = [inner.params_of(update_rule) for update_rule in inner.update_rules]
-    storage.serve(inner.update_rules, params)
+    storage.serve(storage.optimizer.update_rules)
+    off_load(storage.optimizer, context.settings)
     return cls([storage], context.settings, scaler, context.model_chunks)
 
 

@@ -53,7 +53,7 @@ from megatron_eopt.wrappers import megatron_fsdp, megatron_fsdp_v2
 from megatron_eopt.wrappers.dtensors import build_routed, check_parameters, resolve_for_dtensors
 from megatron_eopt.wrappers.factory import log_differences
 from megatron_eopt.wrappers.off_loading import off_load
-from megatron_eopt.wrappers.stats import stats_of
+from megatron_eopt.wrappers.stats import Stats
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def build_optimizer(
     emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
     log_differences(settings, {n: arguments_of(n, settings, [model], None) for n in emerging})
     optimizer.collects_stats = settings.config.log_optimizer_stats
-    optimizer.observe(stats_of(optimizer))
+    optimizer.observe(Stats([optimizer]))
     optimizer.frozen = frozen
     optimizer.step_checks = step_checks(
         settings,

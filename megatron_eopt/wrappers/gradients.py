@@ -229,10 +229,6 @@ def _counts(factor: Tensor) -> bool:
 def _scaled(storages: Sequence[Storage]) -> Iterator[Tensor]:
     """Yield the stored tensors whose gradients are clipped before the step."""
     for storage in storages:
-        # without update rules, megatron-core's own optimizer steps the stored tensors
-        if not storage.update_rules:
-            yield from [item.main for item in storage.main_shards()]
         for update_rule in storage.update_rules:
             if update_rule.is_clipped and update_rule.grad_scale is None:
-                for _, main, _ in update_rule.numbered(storage.groups_of(update_rule)):
-                    yield main
+                yield from update_rule.params

@@ -21,7 +21,6 @@ from megatron_eopt.base.upstream import find_upstream, require_upstream
 from megatron_eopt.checkpoint import fsdp_dtensor, optimizer_state
 from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER
-from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.local_tensors import local_of, shard_like
 from megatron_eopt.wrappers.builders import OF_DDP, OptimizerBuildContext, is_megatron_fsdp
 from megatron_eopt.wrappers.chain import OptimizerChain
@@ -244,11 +243,6 @@ class MegatronFSDPShards(LocalShards, Replicated, DistributedOptimizer):
     def collect_gradients(self) -> None:
         """Add empty gradients; the model sets all others when it reduces them."""
         _complete_gradients(self.get_parameters())
-
-    def gradient_of(self, item: MainShard) -> Tensor | None:
-        """Return this rank's part of a gradient, which counts in the norm."""
-        # the tensor that megatron-core takes in ``_filter_grads_for_norm``
-        return None if item.main.grad is None else item.main.grad._local_tensor  # type: ignore[attr-defined]
 
     def gather_params(self, *, now: bool = False) -> None:
         """With ``now``, gather the stepped weights to all ranks; otherwise each step does so."""

@@ -3,11 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.storage.interface import MainShard
-from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.storage.units import frozen_late, kept_back, units
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
@@ -69,11 +65,6 @@ def build_units(context: OptimizerBuildContext) -> OptimizerChain | None:
 
 class UnitShards(Float32Shards):
     """Steps the main weights of units, which are the model's parameters."""
-
-    def gradient_of(self, item: MainShard) -> Tensor | None:
-        """Return this rank's part of a gradient, which counts in the norm."""
-        grad: Tensor | None = local_of(item.main.grad)
-        return grad
 
     def gather_params(self, *, now: bool = False) -> None:
         """With ``now``, let the model compute with loaded weights; each step does so itself."""

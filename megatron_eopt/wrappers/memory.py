@@ -35,7 +35,7 @@ def memory_of(storages: Sequence[Storage], model_chunks: Sequence[Any]) -> Memor
     """Count the bytes of a chain's tensors; shared memory counts in the first category only."""
     params = [param for chunk in model_chunks for param in chunk.parameters()]
     gradients = (getattr(param, "main_grad", None) for param in params)
-    mains = (item.main for storage in storages for item in storage.main_shards())
+    mains = (shard.main for storage in storages for shard in storage.shards)
     update_rules = list(rules_of(storages))
     seen: set[int] = set()
     return Memory(

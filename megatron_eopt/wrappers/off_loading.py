@@ -1,26 +1,22 @@
 """Decide which weights and state of a storage are kept in host memory."""
 
-from collections.abc import Iterable
-
 from megatron_eopt.base.address import address_of
 from megatron_eopt.config.settings import RunSettings
 from megatron_eopt.optimizers.host_memory import OffloadSettings
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
-from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.local_tensors import local_of
 
 
-def off_load(
-    optimizer: ShardedOptimizer, settings: RunSettings, stored: Iterable[MainShard] = ()
-) -> None:
-    """Keep the fraction of state, and of ``stored`` main weights, that the settings ask for."""
+def off_load(optimizer: ShardedOptimizer, settings: RunSettings) -> None:
+    """Keep the fraction of main weights and state that the settings ask for."""
     if not settings.offload_fraction:
         return
     # not the model's own weights, which float32 training steps, nor those in FSDP's buffers
     own = [
-        item.main
-        for item in stored
-        if address_of(local_of(item.main))[0] != address_of(local_of(item.param))[0]
+        shard.main
+        for shard in optimizer.shards
+        if shard.main is not None
+        and address_of(local_of(shard.main))[0] != address_of(local_of(shard.param))[0]
     ]
     params = (local_of(p) for group in optimizer.param_groups for p in group["params"])
     optimizer.off_load(

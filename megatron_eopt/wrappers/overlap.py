@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron_eopt.base import gpu
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.windows import WindowedMuonRule
-from megatron_eopt.storage.interface import MainShard, finish_gathers
+from megatron_eopt.storage.interface import finish_gathers
+from megatron_eopt.storage.shard import ParamShard
 from megatron_eopt.wrappers.zero1.buffers import bucket_groups
 from megatron_eopt.wrappers.zero1.optimizer import Zero1Optimizer
 
@@ -36,7 +37,7 @@ class _Window:
     storage: Zero1Optimizer
     update_rule: WindowedMuonRule
     number: int
-    items: list[MainShard]
+    shards: list[ParamShard]  # those of which this rank stores a part
     group: Any
     is_early: bool  # whether its gradients are final once they are reduced
 
@@ -56,6 +57,11 @@ class Overlap:
         found = list(self._found())
         self._update_rules = list({window.update_rule for window in found})
         self._windows = {g: [w for w in found if w.group is g] for g in self._groups}
+        self._mains = {
+            (storage, group): [s.main for s in storage.shards if s.param in group.params]
+            for storage in self._storages
+            for group in self._groups
+        }
         # bucket groups in the order of a step, those without matrices first
         self._order = sorted(self._groups, key=lambda group: bool(self._windows[group]))
         self._others = [
@@ -79,19 +85,20 @@ class Overlap:
     def _found(self) -> Iterator[_Window]:
         for group in self._groups:
             for storage in self._storages:
-                items = [item for item in storage.main_shards() if item.param in group.params]
-                for update_rule, params in zip(storage.update_rules, storage.params, strict=True):
+                for update_rule in storage.update_rules:
                     if not isinstance(update_rule, WindowedMuonRule):
                         continue
                     for number, members in enumerate(update_rule.members):
-                        mine = {params[shard] for shard in members}
-                        if mine <= group.params:
+                        shards = [update_rule.shards[member] for member in members]
+                        if all(shard.param in group.params for shard in shards):
                             # their gradients may still be summed over other ranks in
                             # ``finalize_model_grads``
                             late = any(
-                                getattr(p, name, False) for p in mine for name in _CHANGED_LATER
+                                getattr(shard.param, name, False)
+                                for shard in shards
+                                for name in _CHANGED_LATER
                             )
-                            held = [item for item in items if item.param in mine]
+                            held = [shard for shard in shards if shard.main is not None]
                             yield _Window(storage, update_rule, number, held, group, not late)
 
     def _started(self, group: Any, start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -119,7 +126,7 @@ class Overlap:
                 group.grad_reduce_handle.wait()
             for window in self._windows[group]:
                 if window.is_early:
-                    window.storage.take_gradients(window.items)
+                    window.storage.take_gradients(window.shards)
                     with window.storage.groups_and_state(window.update_rule) as (groups, state):
                         window.update_rule.precompute(window.number, groups, state)
 
@@ -168,5 +175,5 @@ class Overlap:
                     window.update_rule.step_window(window.number, groups, state)
             for storage in self._storages:
                 # the gather sends this rank's fragment of the bucket, so weights are written first
-                storage.write_model_copies(group.params)
+                storage.copy_mains(self._mains[storage, group])
             group.start_param_sync()

@@ -20,7 +20,7 @@ from megatron_eopt.layouts import Layout, block_layout
 from megatron_eopt.layouts.plan import sum_of_weights
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import check_dtypes
-from megatron_eopt.storage.shard import ParamShard, Ranks, box_layouts, global_name
+from megatron_eopt.storage.shard import ParamShard, Ranks, box_layouts
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.dtensors import build_routed, chain_of_shards
@@ -82,11 +82,11 @@ class PlacedShards:
         return [
             ParamShard(
                 name,
+                param,
                 split,
                 box_layouts(split, self._boxes[param].layout(_whole(param), split.cols, name)),
                 self._ranks,
                 tuple(param.shape),
-                global_name=global_name(param, name),
             )
             for (name, param), split in zip(params.items(), splits, strict=True)
         ]

@@ -1,7 +1,7 @@
 """Every data-parallel rank stores and steps whole parameters, or whole tensor-parallel shards."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,18 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import MAIN_OF_REPLICATED
 from megatron_eopt.base.place import refuse_part
 from megatron_eopt.config.fields import constructor_arguments
 from megatron_eopt.config.registry import entry_of
-from megatron_eopt.config.settings import Settings
 from megatron_eopt.optimizers.element_wise import ElementWiseRule, LocalShardRule
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.update_rule import UpdateRule, refuse_group
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.parameters import check_dtypes
-from megatron_eopt.storage.interface import MainShard
+from megatron_eopt.storage.local_tensors import local_of
+from megatron_eopt.storage.shard import ParamShard, Ranks
 from megatron_eopt.storage.slabs import SlabRanks, partition_dim_and_group, row_group
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
@@ -37,11 +36,6 @@ _SAMPLED = 64
 class Replicated(Storage):
     """What wrappers of whole parameters have in common; a mixin for megatron-core's."""
 
-    def tensors_of(self, item: MainShard) -> dict[str, Any]:
-        """Return main weights, unless they are the model's, and state, by kind."""
-        main = {} if item.main is item.param else {MAIN_OF_REPLICATED: item.main.detach()}
-        return {**main, **self.optimizer.state[item.main]}
-
     def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
         """Return what checkpoints store once for all ranks."""
         groups = [
@@ -51,18 +45,6 @@ class Replicated(Storage):
         done = max(steps, default=-1)
         counted = {"state": {"common_step": torch.tensor(float(done))}} if done >= 0 else {}
         return {"param_groups": groups, **counted}
-
-    def main_shards(self) -> Iterator[MainShard]:
-        """Yield the parameters with the tensors that are stepped, in the order of the groups."""
-        if not self.is_stub_optimizer:
-            model_of = self._model_of()
-            for group in self.optimizer.param_groups:
-                for main in group["params"]:
-                    yield MainShard(model_of.get(main, main), main, 0, main.numel())
-
-    def _model_of(self) -> dict[Tensor, Tensor]:
-        """Return the parameter of each main weight."""
-        return {}
 
 
 class MainParamsOptimizer(Replicated, Float16OptimizerWithFloat16Params):
@@ -74,12 +56,16 @@ class MainParamsOptimizer(Replicated, Float16OptimizerWithFloat16Params):
         return {"optimizer": super().common_state(steps, main), **scale}
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Return all main weights with their parameters."""
-        return [(main, model.detach()) for main, model in self._model_of().items()]
+        """Return this rank's main weights with its parts of the parameters."""
+        return [
+            (local_of(shard.main), local_of(shard.param).detach())
+            for shard in self.shards
+            if shard.main is not shard.param
+        ]
 
     def _copy_model_grads_to_main_grads(self) -> None:
         """Hand gradients to the stepped tensors; a model without DDP has only torch's own."""
-        for item in self.main_shards():
+        for item in self.shards:
             grad = getattr(item.param, "main_grad", item.param.grad)
             if item.main is item.param:
                 item.main.grad = grad
@@ -92,9 +78,10 @@ class MainParamsOptimizer(Replicated, Float16OptimizerWithFloat16Params):
     def _copy_main_params_to_model_params(self) -> None:
         self.copy_mains()
 
-    def _model_of(self) -> dict[Tensor, Tensor]:
-        groups = zip(self.fp32_from_float16_groups, self.float16_groups, strict=True)
-        return {main: model for pair in groups for main, model in zip(*pair, strict=True)}
+    def mains(self) -> dict[Tensor, Tensor]:
+        """Return the main weights of 16-bit parameters."""
+        groups = zip(self.float16_groups, self.fp32_from_float16_groups, strict=True)
+        return {param: main for pair in groups for param, main in zip(*pair, strict=True)}
 
 
 class Float32Optimizer(Replicated, FP32Optimizer):
@@ -197,9 +184,17 @@ def _storage(
 ) -> Storage:
     settings, collection, optimizer = context.settings, context.collection, spec.optimizer
     made_early = optimizer is not None and bool(optimizer.state)
-    if made_early:
+    update_rules: Sequence[UpdateRule] = ()
+    planned: Sequence[UpdateRule] = ()
+    if optimizer is not None:
         # this state is for the model's parameters, which the wrapper may replace by main weights
         optimizer.state.clear()
+        if spec.layout == "matrix_state":
+            _check_whole(spec, context.routing)
+        # how a weight is cut and split is on the model's parameter, not on its main copy
+        if isinstance(optimizer, TensorParallelMuon):
+            planned = optimizer.plan()
+        update_rules = planned if spec.layout == "matrix_update" else [_rule_of(spec, context)]
     storage = storage_of(optimizer, settings.config, init_state_fn=spec.init_state_fn)
     # data-parallel ranks have equal gradients, so the norm is summed over model-parallel ranks
     # only; older releases of megatron-core lack the first of these groups
@@ -208,42 +203,29 @@ def _storage(
     storage.count_in(next(group for group in groups if group is not None), collection)
     if optimizer is None:
         return storage
-    if spec.layout == "matrix_state":
-        _check_whole(spec, context.routing)
-    stored = list(storage.main_shards())
-    if isinstance(optimizer, TensorParallelMuon):
-        # how a weight is cut and split is on the model's parameter, not on its main copy
-        optimizer.follow({item.main: item.param for item in stored})
-    update_rules = _update_rules(spec, [item.param for item in stored], settings, collection)
+    replicas = getattr(collection, "expt_dp" if spec.is_expert else "dp_cp", None)
+    storage.serve(update_rules, replicas)
+    storage.take_up(shard for update_rule in planned for shard in update_rule.shards)
     for update_rule in update_rules:
         update_rule.is_clipped = spec.is_clipped
         # other state is created by the first step, as in megatron-core, or by a save (``prepare``)
         if made_early or spec.layout == "matrix_update":
             update_rule.init(optimizer.param_groups, optimizer.state)
     optimizer.add_param_group = refuse_group
-    replicas = getattr(collection, "expt_dp" if spec.is_expert else "dp_cp", None)
-    storage.serve(update_rules, replicas=replicas)
     return storage
 
 
-def _update_rules(
-    spec: OptimizerSpec, params: list[Tensor], settings: Settings, collection: Any
-) -> Sequence[UpdateRule]:
-    optimizer, init_state_fn = spec.optimizer, spec.init_state_fn
-    if spec.layout == "matrix_update":
-        planned: list[UpdateRule] = optimizer.plan()
-        return planned
-    if spec.layout == "element_wise":
-        update_rule = ElementWiseRule(optimizer, init_state_fn, settings.config)
-    else:
-        slab_ranks = SlabRanks()
-        ranks = [
-            slab_ranks.of(
-                partition_dim_and_group(param, collection)[1],
-                row_group(param, collection),
-            )[0]
-            for param in params
-        ]
-        update_rule = LocalShardRule(optimizer, init_state_fn, settings.config, ranks=ranks)
-    update_rule.attach_in_order(optimizer.param_groups)
-    return [update_rule]
+def _rule_of(spec: OptimizerSpec, context: OptimizerBuildContext) -> UpdateRule:
+    """Return the rule of an optimizer that steps its own groups."""
+    is_element_wise, slab_ranks = spec.layout == "element_wise", SlabRanks()
+    shards = []
+    for param in (param for group in spec.optimizer.param_groups for param in group["params"]):
+        ranks = Ranks()
+        if not is_element_wise:
+            cut = partition_dim_and_group(param, context.collection)[1]
+            ranks, _ = slab_ranks.of(cut, row_group(param, context.collection))
+        shards.append(ParamShard(context.routing.names[param], param, ranks=ranks))
+    cls = ElementWiseRule if is_element_wise else LocalShardRule
+    update_rule = cls(spec.optimizer, spec.init_state_fn, context.settings.config, shards)
+    update_rule.attach(spec.optimizer.param_groups)
+    return update_rule

@@ -2,7 +2,7 @@
 
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,21 +214,14 @@ def fault_in(construct: Construct, weights: Sequence[Tensor]) -> str | None:
 
 
 def update_rule_over(
-    spec: OptimizerSpec,
-    groups: Sequence[ParamGroup],
-    shards: Mapping[Tensor, ParamShard],
-    engine_config: EngineConfig,
-    config: Any,
+    spec: OptimizerSpec, shards: Sequence[ParamShard], engine_config: EngineConfig, config: Any
 ) -> UpdateRule:
-    """Create the update rule of an optimizer of matrices; collective over the shards' ranks.
-
-    ``groups`` and ``shards`` refer to the model's parameters.
-    """
-    update_rule: UpdateRule
+    """Create the update rule of an optimizer of matrices; collective over the shards' ranks."""
     if spec.layout == "matrix_update":
-        update_rule = spec.optimizer.update_rule_over(list(shards.values()), engine_config)
+        update_rule: UpdateRule = spec.optimizer.update_rule_over(shards, engine_config)
+        return update_rule
     # a Muon whose ``steps_in_pieces()`` is False, because a subclass overrides a method
-    elif hasattr(type(spec.optimizer), "steps_in_pieces"):
+    if hasattr(type(spec.optimizer), "steps_in_pieces"):
         raise ConfigurationError(
             "optimizer",
             type(spec.optimizer).__name__,
@@ -236,20 +229,13 @@ def update_rule_over(
             "this storage shards them",
             "Train without use_distributed_optimizer and FSDP, or do not override these methods",
         )
-    else:
-        # a user's own optimizer may step parameters that are no matrices, in their own shape
-        shapes = [
-            shard.layouts[0].shape
-            if spec.name or param.dim() == 2 or len(shard.split.shape) == 3
-            else (shard.layouts[0].shape[0], *param.shape[1:])
-            for param, shard in shards.items()
-        ]
-        init = spec.init_state_fn and functools.partial(spec.init_state_fn, spec.optimizer, config)
-        check = spec.construct and functools.partial(fault_in, spec.construct)
-        update_rule = WholeMatrixRule(
-            spec.optimizer, init, list(shards.values()), shapes, engine_config, check
-        )
-    # also for shards that are empty here: this rank may compute their matrices
-    group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
-    update_rule.assign({number: group_of[param] for number, param in enumerate(shards)})
-    return update_rule
+    # a user's own optimizer may step parameters that are no matrices, in their own shape
+    shapes = [
+        shard.layouts[0].shape
+        if spec.name or shard.param.dim() == 2 or len(shard.split.shape) == 3
+        else (shard.layouts[0].shape[0], *shard.param.shape[1:])
+        for shard in shards
+    ]
+    init = spec.init_state_fn and functools.partial(spec.init_state_fn, spec.optimizer, config)
+    check = spec.construct and functools.partial(fault_in, spec.construct)
+    return WholeMatrixRule(spec.optimizer, init, shards, shapes, engine_config, check)

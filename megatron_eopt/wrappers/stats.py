@@ -5,7 +5,7 @@ blocks the host.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,8 +24,10 @@ from megatron_eopt.layouts.redistribution import EXCHANGE
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats, sum_of_squares
 from megatron_eopt.optimizers.storage import Storage, rules_of
 from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule
-from megatron_eopt.storage.interface import MainShard
 from megatron_eopt.storage.local_tensors import is_uneven, local_of
+from megatron_eopt.storage.shard import ParamShard
+
+type _Stepping = Storage | DTensorOptimizer
 
 _COLUMNS = (
     *("elements", "rates", "squares", "updated", "squares of updates", "samples", "residuals"),
@@ -47,29 +49,30 @@ class _MeasuredWeight(NamedTuple):
 
 
 class _Part:
-    """The weights that one update rule, or one of megatron-core's optimizers, steps in a step."""
+    """The weights that one update rule steps in a step."""
 
-    def __init__(
-        self,
-        name: str,
-        storage: Storage,
-        update_rule: UpdateRule | None,
-        weights: Sequence[_MeasuredWeight],
-        device: torch.device,
-    ) -> None:
-        self.name = name  # class of the optimizer
+    def __init__(self, storage: _Stepping, update_rule: UpdateRule) -> None:
+        self.name = update_rule.name  # class of the optimizer
         self._storage, self._steps = storage, storage.steps
-        self._weights = weights
-        self._device = device
-        self.step_stats: StepStats | None = None
-        if update_rule is not None:
-            self.step_stats = StepStats(device, {one.number: one.share for one in weights})
-            update_rule.measure(self.step_stats)
-        reports_updates = update_rule is not None and update_rule.reports_updates
+        # a rank without stored weights may still compute matrices
+        devices = (shard.param.device for shard in update_rule.shards)
+        self._device = next(devices, device_of_collectives())
+        self._weights = [
+            _MeasuredWeight(
+                group,
+                local_of(main).detach(),
+                _share(storage, update_rule.shards[number]),
+                number,
+            )
+            for group, main, number in update_rule.numbered(storage.groups_of(update_rule))
+        ]
+        shares = {one.number: one.share for one in self._weights}
+        self.step_stats = StepStats(self._device, shares)
+        update_rule.measure(self.step_stats)
         # if the update rule does not report updates, weights are compared before and after the step
         self._before = [
             (one, float(one.group["lr"]), _sample(one.data).clone())
-            for one in (() if reports_updates else weights)
+            for one in (() if update_rule.reports_updates else self._weights)
             # a rate of 0 changes nothing, and changes are divided by the rate
             if one.group["lr"] and one.data.numel()
         ]
@@ -84,10 +87,11 @@ class _Part:
             "elements": sum(sizes),
             "rates": sum(size * rate for size, rate in zip(sizes, rates, strict=True)),
             "squares": sum_of_squares(tensors, shares, self._device),
+            "updated": self.step_stats.elements,
+            "squares of updates": self.step_stats.squares,
+            "samples": self.step_stats.samples,
+            "residuals": sum(self.step_stats.residuals),
         }
-        if (step_stats := self.step_stats) is not None:
-            row |= {"updated": step_stats.elements, "squares of updates": step_stats.squares}
-            row |= {"samples": step_stats.samples, "residuals": sum(step_stats.residuals)}
         if self._before and self._storage.steps > self._steps:
             changes = [_sample(one.data).float() - old.float() for one, _, old in self._before]
             # scaled from the sampled elements to all elements
@@ -107,17 +111,17 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 class Stats:
-    """Measures the steps of a chain's storages."""
+    """Measures the steps of a chain's storages, or of an optimizer for your own training loop."""
 
-    def __init__(self, storages: Sequence[Storage]) -> None:
+    def __init__(self, storages: Sequence[_Stepping]) -> None:
         self._storages = storages
-        self._rows: list[tuple[str, dict[str, Any], StepStats | None]] = []
+        self._rows: list[tuple[str, dict[str, Any], StepStats]] = []
         self._values: dict[str, float] | None = {}
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Measure the step in a block; replaces earlier measurements."""
-        parts = [part for storage in self._storages for part in _parts(storage)]
+        parts = [_Part(storage, rule) for storage in self._storages for rule in rules_of([storage])]
         try:
             yield
         finally:
@@ -136,14 +140,13 @@ class Stats:
             len(names), len(_COLUMNS), dtype=torch.float64, device=device_of_collectives()
         )
         for name, row, step_stats in self._rows:
-            if step_stats is not None:
-                # the host waits for these
-                row |= {
-                    "seconds of exchange": step_stats.meter.seconds(EXCHANGE) or 0.0,
-                    "bytes": step_stats.meter.sent,
-                    "seconds of orthogonalization": step_stats.meter.seconds(ORTHOGONALIZATION)
-                    or 0.0,
-                }
+            meter = step_stats.meter
+            # the host waits for these
+            row |= {
+                "seconds of exchange": meter.seconds(EXCHANGE) or 0.0,
+                "bytes": meter.sent,
+                "seconds of orthogonalization": meter.seconds(ORTHOGONALIZATION) or 0.0,
+            }
             for what, value in row.items():
                 table[names.index(name), _COLUMNS.index(what)] += value
         if distributed.is_initialized():
@@ -156,68 +159,17 @@ class Stats:
         return self._values
 
 
-def _parts(storage: Storage) -> Iterator[_Part]:
-    """Yield one part per update rule of a storage, or one for its optimizer if it has none."""
-    if storage.is_stub_optimizer:
-        return
-    stored = {item.main: item for item in storage.main_shards()}
-    # a rank without stored weights may still compute matrices
-    devices = (item.param.device for item in stored.values())
-    device = next(devices, device_of_collectives())
-    found: list[tuple[str, UpdateRule | None, Iterable[tuple[ParamGroup, Tensor, int]]]] = [
-        (update_rule.name, update_rule, update_rule.numbered(storage.groups_of(update_rule)))
-        for update_rule in storage.update_rules
-    ]
-    if not found:
-        groups = storage.optimizer.param_groups
-        placed = [(group, main, 0) for group in groups for main in group["params"]]
-        found = [(type(storage.optimizer).__name__, None, placed)]
-    for name, update_rule, numbered in found:
-        weights = [
-            _MeasuredWeight(group, local_of(main).detach(), _share(storage, stored[main]), number)
-            for group, main, number in numbered
-        ]
-        yield _Part(name, storage, update_rule, weights, device)
-
-
-class OwnLoopStorage(Storage):
-    """Shows what an optimizer for your own training loop stores."""
-
-    is_stub_optimizer = False
-
-    def __init__(self, optimizer: DTensorOptimizer) -> None:
-        self.optimizer = optimizer
-
-    @property
-    def steps(self) -> int:  # type: ignore[override]
-        """Number of steps done."""
-        return int(self.optimizer.steps)
-
-    def main_shards(self) -> Iterator[MainShard]:
-        """Yield the parameters, with the size of this rank's shard."""
-        for param in self.optimizer.names:
-            yield MainShard(param, param, 0, local_of(param).numel())
-
-
-def stats_of(optimizer: DTensorOptimizer) -> Stats:
-    """Return what measures the steps of an optimizer for your own training loop."""
-    params = [optimizer.params_of(update_rule) for update_rule in optimizer.update_rules]
-    storage = OwnLoopStorage(optimizer)
-    storage.serve(optimizer.update_rules, params)
-    return Stats([storage])
-
-
 def _world_size() -> int:
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
-def _share(storage: Storage, item: MainShard) -> float:
+def _share(storage: _Stepping, item: ParamShard) -> float:
     """Return the weight of this rank's copy, so that all ranks count each element once in total.
 
     The ranks over which the gradient norm is summed count each element once. If several sets of
     these ranks have replicas, each counts by its share.
     """
-    if isinstance(storage, OwnLoopStorage):
+    if isinstance(storage, DTensorOptimizer):
         if not isinstance(item.main, DTensor):
             return 1 / _world_size()
         # each of the mesh's replicas counts by its share

@@ -29,4 +29,5 @@ class StoredParameter:
         ranks = Ranks.of(group)
         mine = self.fragments[ranks.rank]
         layouts = fragment_layouts(self.split, self.partition_dim, self.tensor_size, self.fragments)
-        return ParamShard(self.name, self.split, layouts, ranks, (mine.stop - mine.start,))
+        held = torch.empty(mine.stop - mine.start)
+        return ParamShard(self.name, held, self.split, layouts, ranks, tuple(held.shape))

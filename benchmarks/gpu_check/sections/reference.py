@@ -68,7 +68,7 @@ def deviations(dtype: str) -> dict[str, float]:
     chunk, optimizer = build({**MODEL, "dtype": DTYPES[dtype]}, config)
     names = {param: name.replace("module.", "") for name, param in chunk.named_parameters()}
     forward_backward([chunk], [batch_of(seed) for seed in range(2)])
-    stored = [item for member in optimizer.chained_optimizers for item in member.main_shards()]
+    stored = [item for member in optimizer.chained_optimizers for item in member.shards]
     before = {names[item.param]: _on_host(item.main) for item in stored}
     gradients = {names[item.param]: _on_host(item.param.main_grad) for item in stored}
     optimizer.step()

@@ -270,8 +270,8 @@ def report_of(optimizer: Any, give_gradients: Callable[[], None]) -> Report:
         optimizer.step()
     elements: Counter[str] = Counter()
     for storage in optimizer.chained_optimizers:
-        for update_rule, _, main in storage.stepped():
-            elements[update_rule.name] += main.numel()
+        for update_rule in storage.update_rules:
+            elements[update_rule.name] += sum(main.numel() for main in update_rule.params)
     return Report(
         elements=dict(elements),
         schedules=schedules_of(optimizer),

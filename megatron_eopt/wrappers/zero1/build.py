@@ -2,7 +2,7 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron_eopt.optimizers.host_memory import on_device
 from megatron_eopt.optimizers.muon import declared_split
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
 from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule, bind
+from megatron_eopt.storage.shard import ParamShard
 from megatron_eopt.wrappers.off_loading import off_load
 from megatron_eopt.wrappers.specs import OptimizerSpec, update_rule_over
 from megatron_eopt.wrappers.zero1.buffers import (
@@ -85,12 +86,12 @@ def unmixed_storages(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list
         if spec.optimizer is not None:
             # megatron-core's constructor replaces these parameters by this rank's fragments
             bind(spec.optimizer, spec.groups, defaultdict(dict))
-            config = sharding.settings.config
-            update_rules = [ElementWiseRule(spec.optimizer, spec.init_state_fn, config)]
+            params = [param for group in spec.groups for param in group["params"]]
+            update_rules = [_element_wise(sharding, spec, params)]
         storage = sharding.storage(spec.optimizer, by_kind[spec.is_expert])
-        for update_rule in update_rules:
-            update_rule.attach_in_order(spec.optimizer.param_groups)
         storage.serve(update_rules)
+        for update_rule in update_rules:
+            update_rule.attach(spec.optimizer.param_groups)
         found.append(storage)
     return found
 
@@ -124,7 +125,7 @@ def _storage(
     """Return the storage of one set of buffers; its groups go to ``live``, by optimizer."""
     places = ranges_in(buffers, sharding.names)
     groups: list[ParamGroup] = []
-    served: list[tuple[UpdateRule, slice, list[Tensor]]] = []
+    served: list[tuple[UpdateRule, slice]] = []
     update_rules = {}
     for number, spec in enumerate(specs):
         mine = _groups_in(spec, places, is_expert=buffers.is_expert)
@@ -132,34 +133,39 @@ def _storage(
             continue
         members = {param for group in mine for param in group["params"]}
         of_base = {param: place for param, place in places.items() if param in members}
-        update_rule = _update_rule_of(sharding, spec, mine, of_base, buffers)
+        update_rule = _update_rule_of(sharding, spec, of_base, buffers)
         update_rule.is_clipped = spec.is_clipped
         update_rules[number] = update_rule
-        served.append((update_rule, slice(len(groups), len(groups) + len(mine)), list(of_base)))
+        served.append((update_rule, slice(len(groups), len(groups) + len(mine))))
         groups += mine
     composite = ShardedOptimizer(groups, served, sharding.names)
     storage = sharding.storage(composite, buffers)
-    # megatron-core's wrapper has replaced the parameters in the groups by this rank's fragments
-    composite.follow({item.param: item.main for item in storage.main_shards()})
+    storage.serve(composite.update_rules)
     composite.init_state()
     for number, update_rule in update_rules.items():
         live[number].extend(composite.groups_of(update_rule))
     if sharding.settings.offload_fraction:
-        off_load(composite, sharding.settings, storage.main_shards())
+        off_load(composite, sharding.settings)
         # torch refuses a gradient on another device than its tensor, which may be off-loaded
         storage.collect_gradients = functools.partial(  # type: ignore[method-assign]
             on_device,
             [update_rule.host for update_rule in composite.update_rules],
             storage.collect_gradients,
         )
-    storage.serve(composite.update_rules, [params for *_, params in served])
     return storage
+
+
+def _element_wise(
+    sharding: Sharding, spec: OptimizerSpec, params: Iterable[Tensor]
+) -> ElementWiseRule:
+    shards = [ParamShard(sharding.names[param], param) for param in params]
+    config = sharding.settings.config
+    return ElementWiseRule(spec.optimizer, spec.init_state_fn, config, shards)
 
 
 def _update_rule_of(
     sharding: Sharding,
     spec: OptimizerSpec,
-    groups: Sequence[ParamGroup],
     places: Mapping[Tensor, BufferRange],
     buffers: BufferSet,
 ) -> UpdateRule:
@@ -167,7 +173,7 @@ def _update_rule_of(
     settings = sharding.settings
     # a pipeline stage may have no matrices
     if spec.layout == "element_wise" or not places:
-        return ElementWiseRule(spec.optimizer, spec.init_state_fn, settings.config)
+        return _element_wise(sharding, spec, places)
     grid = buffers.grid
     assert grid is not None
     # in mode ``blockwise``, each tensor-parallel slab is orthogonalized as a matrix of its own
@@ -179,10 +185,10 @@ def _update_rule_of(
     members = with_own_group(grid) if overlaps else grid
     shards = raise_together_in(
         grid.ranks.group,
-        lambda: {
-            param: fragment_of(param, place, split_of, members, slabs=slabs)
+        lambda: [
+            fragment_of(param, place, split_of, members, slabs=slabs)
             for param, place in places.items()
-        },
+        ],
     )
     is_usual = settings.config.matrix_buffer_mb >= DEFAULT_MATRIX_BUFFER_MB
     # with owners, a rank sends and receives its share of a matrix twice, however many ranks
@@ -191,11 +197,11 @@ def _update_rule_of(
         matrix_buffer_mb=settings.config.matrix_buffer_mb,
         device=torch.device("cuda", torch.cuda.current_device()),
         max_ranks_per_matrix=settings.config.muon_max_ranks_per_matrix,
-        windows=windows_of(list(shards), sharding.chunks) if overlaps else (),
+        windows=windows_of(list(places), sharding.chunks) if overlaps else (),
         # a smaller wave saves memory on purpose, and off-loading needs small ones
         grows=is_usual and not settings.offload_fraction,
     )
-    return update_rule_over(spec, groups, shards, engine_config, settings.config)
+    return update_rule_over(spec, shards, engine_config, settings.config)
 
 
 def _groups_in(

@@ -11,7 +11,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.place import row_cut, whole_shape
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
-from megatron_eopt.storage.shard import Fragment, ParamShard, fragment_layouts, global_name
+from megatron_eopt.storage.shard import Fragment, ParamShard, fragment_layouts
 from megatron_eopt.storage.slabs import SplitOf
 from megatron_eopt.wrappers.zero1.buffers import BufferSet, RankGrid
 
@@ -93,12 +93,12 @@ def fragment_of(
     start, stop = place.held_by(grid.data_ranks[grid.ranks.rank])
     return ParamShard(
         place.name,
+        param,
         split,
         fragment_layouts(split, dim, size, fragments),
         grid.ranks,
         (stop - start,),
         slab,
-        global_name(param, place.name),
         padding=(stop - start) - (mine.stop - mine.start),
     )
 

@@ -1,6 +1,6 @@
 """Megatron's distributed optimizer over fragments of its flat buffers."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,10 +8,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megatron_eopt.base.address import address_of
-from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE, MOMENTUM, STEP
+from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE, MAIN_OF_SHARDED, MOMENTUM, STEP
 from megatron_eopt.base.place import row_cut
 from megatron_eopt.optimizers.storage import Storage
-from megatron_eopt.storage.interface import MainShard, gather_buckets
+from megatron_eopt.storage.interface import gather_buckets
+from megatron_eopt.storage.shard import ParamShard
 from megatron_eopt.wrappers.zero1.all_reduced import AllReducedBuffer
 
 BUFFER_PARAMS = "buffer_params"
@@ -22,6 +23,7 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
     """Stores main weights and state of a buffer set in fragments, which a torch optimizer steps."""
 
     in_buffers = True
+    main_kind = MAIN_OF_SHARDED
     is_quantized = False  # whether the model's weights are fp8 or fp4
     copy = 0  # index of this rank's copy of parameters whose rows are not cut
 
@@ -33,25 +35,13 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
         super().__init__(optimizer, *args, **kwargs)
         # :meth:`step_with_ready_grads` gathers parameters instead
         self._defer_param_sync = True
-        self.main_of: dict[Tensor, Tensor] = {}
-        self._fragments: list[MainShard] = []
         # DDP's gradients with this rank's part of each, and main weights with the model's: views,
         # which are made again when what they show has moved
         self._gradients: dict[Tensor, tuple[Tensor, Any, Tensor]] = {}
         self._copies: tuple[list[Any], list[tuple[Tensor, Tensor]]] = [], []
-        if self.is_stub_optimizer:
-            return
-        groups = zip(
-            (*self.model_fp32_groups, *self.model_float16_groups),
-            (*self.shard_fp32_groups, *self.shard_fp32_from_float16_groups),
-            strict=True,
-        )
-        self.main_of = {param: main for pair in groups for param, main in zip(*pair, strict=True)}
-        for param, main in self.main_of.items():
-            held = self._get_model_param_range_map(param)["param"]
-            self._fragments.append(MainShard(param, main, held.start, held.end))
-        wrapped = self.ddp_config
-        self.is_quantized = wrapped.fp8_param_gather or wrapped.fp4_param_gather
+        if not self.is_stub_optimizer:
+            wrapped = self.ddp_config
+            self.is_quantized = wrapped.fp8_param_gather or wrapped.fp4_param_gather
 
     @classmethod
     def _build_optimizer_group_ranges(cls, param_groups: Any, gbuf_ranges: Any) -> Any:
@@ -95,14 +85,24 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
                 del group["optimizer"]
         return {**state, "param_state_sharding_type": "fully_reshardable"}
 
-    def main_shards(self) -> Iterator[MainShard]:
-        """Yield the fragments that this rank holds."""
-        return iter(self._fragments)
+    def mains(self) -> dict[Tensor, Tensor | None]:
+        """Return this rank's fragment of each parameter; None where it has none."""
+        found: dict[Tensor, Tensor | None] = {p: None for its in self.params_of_groups for p in its}
+        if not self.is_stub_optimizer:
+            groups = zip(
+                (*self.model_fp32_groups, *self.model_float16_groups),
+                (*self.shard_fp32_groups, *self.shard_fp32_from_float16_groups),
+                strict=True,
+            )
+            found |= {param: main for pair in groups for param, main in zip(*pair, strict=True)}
+        return found
 
-    def tensors_of(self, item: MainShard) -> dict[str, Any]:
-        """Return main weights and state, each flat, by kind."""
-        tensors = self._get_main_param_and_optimizer_states(item.param)
-        return {kind: value.detach() for kind, value in tensors.items()}
+    def take_up(self, shards: Iterable[ParamShard]) -> list[ParamShard]:
+        """Set the fragments that are stepped, and where they begin."""
+        stored = super().take_up(shards)
+        for shard in stored:
+            shard.start = self._get_model_param_range_map(shard.param)["param"].start
+        return stored
 
     def replica_of(self, param: Tensor, replica: Any) -> tuple[int, ...]:
         """Return the replica id: copies of a fragment are in other optimizer instances.
@@ -125,24 +125,25 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
 
     def collect_gradients(self) -> None:
         """Hand this step's gradients to the stepped tensors."""
-        self.take_gradients(self._fragments)
+        self.take_gradients(self.shards)
 
     # megatron-core's wrapper calls it by this name, if a member of a chain steps alone
     _copy_model_grads_to_main_grads = collect_gradients
 
     @torch.no_grad()
-    def take_gradients(self, items: Iterable[MainShard]) -> None:
-        """Hand the gradients of some stored items to the tensors that are stepped."""
-        for param, main, start, stop in items:
+    def take_gradients(self, shards: Iterable[ParamShard]) -> None:
+        """Hand the gradients of some stored shards to the tensors that are stepped."""
+        for shard in shards:
+            param, main = shard.param, shard.main
             grad: Any = getattr(param, "main_grad", None)
             if grad is None or not grad.is_contiguous():
                 # without DDP, torch's own attribute has the gradient
                 grad = param.grad if grad is None else grad
-                main.grad = None if grad is None else grad.detach().reshape(-1)[start:stop].float()
+                main.grad = None if grad is None else shard.held_of(grad).float()
                 continue
             known = self._gradients.get(param)
             if known is None or known[0] is not grad or known[1] != address_of(grad):
-                known = (grad, address_of(grad), grad.detach().view(-1)[start:stop])
+                known = (grad, address_of(grad), shard.held_of(grad))
                 self._gradients[param] = known
             main.grad = known[2].float()
 
@@ -156,7 +157,7 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
         now = [address_of(tensor) for tensor in (*buckets, *own) if tensor is not None]
         before, pairs = self._copies
         if now != before:
-            views = [(main, self._param_view(param)) for param, main in self.main_of.items()]
+            views = [(shard.main, self._param_view(shard.param)) for shard in self.shards]
             pairs = [(main, view) for main, view in views if address_of(view) != address_of(main)]
             self._copies = now, pairs
         return pairs
@@ -174,10 +175,6 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
             self._copy_main_params_to_param_buffer()
         else:
             super()._stage_model_params_from_main_params()
-
-    def write_model_copies(self, params: Iterable[Tensor]) -> None:
-        """Copy the main weights of some parameters to the model, if this step has not yet."""
-        self.copy_mains([self.main_of[param] for param in params if param in self.main_of])
 
     def _param_view(self, param: Tensor) -> Tensor:
         held = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
@@ -217,7 +214,8 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
         self, model_param: Tensor, tensors: Mapping[str, Any]
     ) -> None:
         # the base class needs all state tensors, including torch's step counters
-        tensors = {**self.optimizer.state[self.main_of[model_param]], **tensors}
+        own = super()._get_main_param_and_optimizer_states(model_param)
+        tensors = {**own, **tensors}
         super()._set_main_param_and_optimizer_states(model_param, tensors)
 
     @property

@@ -123,7 +123,7 @@ def by_layer(chunk: Any, optimizer: Any, *settings: str) -> dict[str, tuple[floa
     for storage in optimizer.chained_optimizers:
         groups = storage.optimizer.param_groups
         group_of = {id(param): group for group in groups for param in group["params"]}
-        for item in storage.main_shards():
+        for item in storage.shards:
             group = group_of[id(item.main)]
             layer = names[item.param].partition("layers.")[2].partition(".")[0]
             found[layer].add(tuple(group[key] for key in settings))

@@ -139,7 +139,7 @@ def state_by_name(chunk: Any, optimizer: Any) -> dict[str, dict[str, torch.Tenso
             if torch.is_tensor(value) and value.dim()
         }
         for link in optimizer.chained_optimizers
-        for item in link.main_shards()
+        for item in link.shards
     }
 
 

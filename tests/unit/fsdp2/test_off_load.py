@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,6 @@ from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.testing.poison import PoisonedHost
 from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers.memory import memory_of
-from megatron_eopt.wrappers.stats import stats_of
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_fsdp2
@@ -117,7 +117,10 @@ LOOPS = {
 
 
 def links_of(optimizer):
-    return getattr(optimizer, "chained_optimizers", None) or stats_of(optimizer)._storages
+    if links := getattr(optimizer, "chained_optimizers", None):
+        return links
+    own = {"update_rules": optimizer.update_rules, "shards": optimizer.shards}
+    return [SimpleNamespace(optimizer=optimizer, is_stub_optimizer=False, **own)]
 
 
 class _NewMemory(PoisonedHost):
@@ -163,7 +166,7 @@ def trained(make, name, fractions):
             loop.give_gradients(step)
             optimizer.step()
         memory.append(memory_of(links_of(optimizer), [loop.model]))
-    mains = [i.main for link in links_of(optimizer) for i in link.main_shards()]
+    mains = [i.main for link in links_of(optimizer) for i in link.shards]
     saved = [value for _, value in leaves(loop.save(optimizer)) if isinstance(value, torch.Tensor)]
     forget_megatron()
     return [local_of(value).clone() for value in (*mains, *saved)], memory

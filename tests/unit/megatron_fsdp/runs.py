@@ -103,7 +103,7 @@ def train_in_ddp(run: Run) -> Result:
     chunk = runs.make_chunk(run)
     optimizer = make_optimizer(run, chunk)
     steps = stepped(run, chunk, optimizer, 0, run.steps, runs.inject)
-    mains = {i.param: i.main for m in optimizer.chained_optimizers for i in m.main_shards()}
+    mains = {i.param: i.main for m in optimizer.chained_optimizers for i in m.shards}
     found = {
         global_name(name, run.model): (
             slab_of(name, param, run.model.get("gated", False)),

@@ -47,7 +47,8 @@ def step_in_waves(dtype, cuts):
     update_rule = optimizer.update_rule_over([shard], EngineConfig("duplicated"))
     assert len(update_rule.engine.work.waves) == 3
     groups, state = optimizer.param_groups, defaultdict(dict)
-    update_rule.attach([[0]])
+    shard.main = param
+    update_rule.attach(groups)
     update_rule.init(groups, state)
     for step in range(3):
         param.grad = parameter(*FUSED.shape, seed=step).grad.view(1, -1)[:, mine].clone()

@@ -77,9 +77,7 @@ def stepped_and_clipped(parts: Any, optimizer: Any, gathers_first: bool = True) 
         put(chunks, maxima)
         returned.append(clip_qk(chunks))
         optimizer.gather_params(now=True)
-    mains = {
-        item.param: item for member in optimizer.chained_optimizers for item in member.main_shards()
-    }
+    mains = {item.param: item for member in optimizer.chained_optimizers for item in member.shards}
     exact = [
         torch.equal(
             param.detach().view(-1)[item.start : item.stop],

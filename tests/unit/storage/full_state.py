@@ -136,7 +136,7 @@ def counts_of(chunk: Any, optimizer: Any) -> dict[str, int]:
     names = {param: global_name(name, sizes) for name, param in chunk.named_parameters()}
     mine: set[tuple[str, int]] = set()
     for link in optimizer.chained_optimizers:
-        for update_rule, params in zip(link.update_rules, link.params, strict=True):
+        for update_rule in link.update_rules:
             with link.groups_and_state(update_rule) as (groups, state):
                 counted = [
                     (n, state[main].get(STEP)) for _, main, n in update_rule.numbered(groups)
@@ -144,7 +144,9 @@ def counts_of(chunk: Any, optimizer: Any) -> dict[str, int]:
                 if isinstance(update_rule, WholeMatrixRule):
                     counted = [(kept.shard, kept.value) for kept in update_rule.counts()]
                 mine |= {
-                    (names[params[n]], int(count)) for n, count in counted if count is not None
+                    (names[update_rule.shards[n].param], int(count))
+                    for n, count in counted
+                    if count is not None
                 }
     gather_unique: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(gather_unique, mine)

@@ -52,10 +52,11 @@ def stepped(case: Case, way: int) -> dict[str, Any]:
     optimizer.prepare_grads()
     factor = torch.tensor(math.nan if way == SKIPPED else 0.3)
     for link in optimizer.chained_optimizers:
-        for update_rule, _, main in link.stepped():
+        for update_rule in link.update_rules:
             assert update_rule.fuses_grad_scale
             if way == BEFORE:
-                main.grad.mul_(factor)
+                for main in update_rule.params:
+                    main.grad.mul_(factor)
             else:
                 update_rule.grad_scale = factor
     # update rules write the model's weights as well: nobody has to copy them
@@ -68,7 +69,7 @@ def stepped(case: Case, way: int) -> dict[str, Any]:
     mains = {
         name: item.main.detach().bfloat16()
         for link in optimizer.chained_optimizers
-        for item in link.main_shards()
+        for item in link.shards
         for name, param in weights.items()
         if param is item.param
     }

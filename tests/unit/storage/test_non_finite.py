@@ -65,7 +65,7 @@ def poison(chunk: Any, optimizer: Any, name: str, value: float) -> None:
         if not long_name.endswith(name):
             continue
         for child in optimizer.chained_optimizers:
-            for item in child.main_shards():
+            for item in child.shards:
                 if item.param is param and item.start < item.stop:
                     param.main_grad.view(-1)[item.stop - 1] = value
 

@@ -87,7 +87,7 @@ class Watch:
     def versions(self) -> list[int]:
         found = []
         for link in self._optimizer.chained_optimizers:
-            for item in link.main_shards():
+            for item in link.shards:
                 state = link.optimizer.state[item.main]
                 kept = [value for value in state.values() if isinstance(value, torch.Tensor)]
                 found += [tensor._version for tensor in (item.main, *kept)]
@@ -98,7 +98,7 @@ class Watch:
 def change(kind: str, optimizer: Any) -> None:
     """Change what the updates of matrices depend on besides gradients."""
     for link in optimizer.chained_optimizers:
-        for item in link.main_shards():
+        for item in link.shards:
             momentum = link.optimizer.state[item.main].get("momentum_buffer")
             if kind == "other weights":
                 item.main.neg_()
@@ -150,13 +150,13 @@ def train(
         if dtype == torch.float32:
             optimizer.gather_params(now=True)
         for link in optimizer.chained_optimizers:
-            for item in link.main_shards():
+            for item in link.shards:
                 item.main.data.mul_(0.5)
         optimizer.quantize_and_sync_model_params_from_main_params()
         chunk.disable_forward_pre_hook()
     outcomes |= {name: param.detach().clone() for name, param in chunk.named_parameters()}
     for link in optimizer.chained_optimizers:
-        for number, item in enumerate(link.main_shards()):
+        for number, item in enumerate(link.shards):
             outcomes |= {f"{number} {k}": v.clone() for k, v in link.tensors_of(item).items()}
     return outcomes, log, watch.early_writes
 

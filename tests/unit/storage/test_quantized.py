@@ -91,7 +91,7 @@ def loaded(cases: list[Case], folder: str) -> list[dict[str, torch.Tensor]]:
 
 def mains_of(chunk: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     names = {param: name for name, param in chunk.named_parameters()}
-    items = [item for link in optimizer.chained_optimizers for item in link.main_shards()]
+    items = [item for link in optimizer.chained_optimizers for item in link.shards]
     return {names[i.param]: i.main.detach().view(i.param.shape).clone() for i in items}
 
 

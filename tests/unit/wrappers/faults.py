@@ -39,7 +39,7 @@ def inflict(fault: Fault, optimizer: Any) -> None:
         tensors = [state[MOMENTUM] for state in states if MOMENTUM in state]
         flip_(tensors[fault.which % len(tensors)], fault.kind, fault.which)
         return
-    items = [i for link in optimizer.chained_optimizers for i in link.main_shards()]
+    items = [i for link in optimizer.chained_optimizers for i in link.shards]
     items = [item for item in items if item.start < item.stop and _is_muons(item, optimizer)]
     item = items[fault.which % len(items)]
     grad = item.param.main_grad.view(-1)[item.start : item.stop]

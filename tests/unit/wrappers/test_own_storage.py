@@ -1,6 +1,5 @@
 """A storage is one file: float64 main weights of float32 parameters, here below."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 
 from megatron_eopt.extending import (
-    MainShard,
     OptimizerBuildContext,
     build_replicated,
     register_storage,
@@ -25,27 +23,26 @@ class Float64Optimizer(Float32Optimizer):
     """Steps on float64 copies of the parameters."""
 
     def __init__(self, optimizer: Any, config: Any, init_state_fn: Any) -> None:
-        self.main_of: dict[torch.Tensor, torch.Tensor] = {}
+        self._mains: dict[torch.Tensor, torch.Tensor] = {}
         for group in optimizer.param_groups if optimizer else ():
             for place, param in enumerate(group["params"]):
-                self.main_of[param] = group["params"][place] = param.detach().double()
+                self._mains[param] = group["params"][place] = param.detach().double()
         super().__init__(optimizer, config, init_state_fn)
 
-    def main_shards(self) -> Iterator[MainShard]:
-        """Yield the parameters with their copies."""
-        for param, main in self.main_of.items():
-            yield MainShard(param, main, 0, main.numel())
+    def mains(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the copies."""
+        return self._mains
 
     def collect_gradients(self) -> None:
         """Let the copies have the gradients that DDP keeps."""
-        for param, main in self.main_of.items():
-            main.grad = param.main_grad.double()  # type: ignore[attr-defined]
+        for shard in self.shards:
+            shard.main.grad = shard.param.main_grad.double()  # type: ignore[attr-defined]
 
     def step_with_ready_grads(self) -> bool:
         """Step the copies, and round them to the parameters."""
         done = super().step_with_ready_grads()
-        for param, main in self.main_of.items():
-            param.detach().copy_(main)
+        for shard in self.shards:
+            shard.param.detach().copy_(shard.main)
         return done
 
 
@@ -73,7 +70,7 @@ def in_an_own_storage(case: Case, folder: str) -> tuple[runs.Result, list[str]]:
     register_storage(in_float64)
     try:
         result = trained(case)
-        mains = [item.main for m in result.extra.chained_optimizers for item in m.main_shards()]
+        mains = [item.main for m in result.extra.chained_optimizers for item in m.shards]
         assert {main.dtype for main in mains} == {torch.float64}
         forget_megatron()
         whole, resumed = interrupted([case], folder)

@@ -92,7 +92,7 @@ def _momenta(case: Case, state: Any = None) -> tuple[dict[str, torch.Tensor], An
     found = {
         name_of[item.param]: member.optimizer.state[item.main]["momentum_buffer"].clone()
         for member in optimizer.chained_optimizers[:1]
-        for item in member.main_shards()
+        for item in member.shards
     }
     return found, optimizer.state_dict()
 

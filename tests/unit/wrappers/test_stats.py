@@ -176,7 +176,7 @@ def of_dtensors(kind: str) -> tuple[dict[str, float], dict[str, tuple[float, int
     inner = optimizer.chained_optimizers[0].optimizer
     held: dict[str, tuple[float, int]] = {}
     for update_rule in inner.update_rules:
-        params = inner.params_of(update_rule)
+        params = update_rule.params
         squares = sum(float(p.to_local().double().square().sum()) for p in params)
         known = held.get(update_rule.name, (0.0, 0))
         held[update_rule.name] = known[0] + squares, known[1] + sum(p.numel() for p in params)

@@ -104,7 +104,7 @@ def trained(name: str, way: str, parallel: dict[str, int]) -> dict[str, Any]:
     chunk.disable_forward_pre_hook()
     found |= {name: param.detach().clone() for name, param in chunk.named_parameters()}
     for link in optimizer.chained_optimizers:
-        for number, item in enumerate(link.main_shards()):
+        for number, item in enumerate(link.shards):
             kept = link.tensors_of(item).items()
             found |= {f"{link} {number} {kind}": value.clone() for kind, value in kept}
     forget_megatron()
