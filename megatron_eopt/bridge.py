@@ -47,16 +47,16 @@ class BridgeOptimizerConfig(EmergingOptimizerConfig):
             ConfigurationTypeError: If ``config`` is not an ``OptimizerConfig``.
         """
         config = read_config(config)
-        known, is_ours = field_defaults(cls()), isinstance(config, EmergingOptimizerConfig)
+        ours, is_ours = field_defaults(cls()), isinstance(config, EmergingOptimizerConfig)
         usual = {} if is_ours else field_defaults(OptimizerConfig())
-        kept = changed_fields(config, usual)
+        changed = changed_fields(config, usual)
         # other fields belong to subclasses, which have defaults of their own
-        own = field_defaults(config)
-        lost = [n for n, v in kept.items() if n not in known and n in own and v != own[n]]
+        theirs = field_defaults(config)
+        lost = [n for n, v in changed.items() if n not in ours and n in theirs and v != theirs[n]]
         if lost:
             text = "%s has these settings, which BridgeOptimizerConfig does not have: %s"
             logger.warning(text, type(config).__name__, ", ".join(sorted(lost)))
-        return cls(**{n: v for n, v in kept.items() if n in known} | fields)
+        return cls(**{n: v for n, v in changed.items() if n in ours} | fields)
 
     def __post_init__(self) -> None:
         """Skip the checks, because fields may still change."""

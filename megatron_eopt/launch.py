@@ -89,11 +89,11 @@ def _prepare(target: str) -> _Program:
 
     cpu.enable_if_chosen()
     megatron_lm.install()
-    kind, _, place = target.partition(":")
+    kind, _, name = target.partition(":")
     if kind == "module":
-        return _module(place)
-    loader = SourceFileLoader("__main__", place)
-    return _Program(loader.source_to_code(loader.get_data(place), place), place, loader, None)
+        return _module(name)
+    loader = SourceFileLoader("__main__", name)
+    return _Program(loader.source_to_code(loader.get_data(name), name), name, loader, None)
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -110,14 +110,14 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     module_help = "name of a module to run instead"
     target.add_argument("-m", dest="module", metavar="MODULE", help=module_help)
     # the rest belongs to the script, whose flags may look like the launcher's
-    own = 2 if arguments[:1] == ["-m"] else 1
-    options = parser.parse_args(arguments[:own])
+    count = 2 if arguments[:1] == ["-m"] else 1
+    options = parser.parse_args(arguments[:count])
     if options.script is not None and not Path(options.script).is_file():
         parser.error(
             f"found no script {options.script!r} (current folder: {os.getcwd()}); pass the path "
             "of a Python file, or -m and the name of a module"
         )
-    return options, list(arguments[own:])
+    return options, list(arguments[count:])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

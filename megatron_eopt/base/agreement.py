@@ -138,17 +138,17 @@ def gather_unique[T](items: Iterable[T]) -> list[T]:
 
     Equal lists are sent once and empty ones not at all.
     """
-    mine = list(items)
+    local = list(items)
     if _is_alone():
-        return list(dict.fromkeys(mine))
+        return list(dict.fromkeys(local))
     # Equal lists can pickle to different bytes, if one has the same string twice as one object.
     # Then both are sent, which is slower but not wrong.
-    digests = gather_objects(hashlib.blake2b(pickle.dumps(mine)).digest() if mine else None)
-    found: dict[T, None] = {}
+    digests = gather_objects(hashlib.blake2b(pickle.dumps(local)).digest() if local else None)
+    unique: dict[T, None] = {}
     for digest in dict.fromkeys(digests):
         if digest is not None:
-            found |= dict.fromkeys(_broadcast(mine, digests.index(digest)))
-    return list(found)
+            unique |= dict.fromkeys(_broadcast(local, digests.index(digest)))
+    return list(unique)
 
 
 def gather_objects[T](value: T, group: distributed.ProcessGroup | None = None) -> list[T]:
@@ -167,14 +167,13 @@ def any_rank(flag: bool) -> bool:
     return any(gather_objects(flag))
 
 
-def totals(mine: Sequence[int]) -> list[int]:
+def totals(counts: Sequence[int]) -> list[int]:
     """Return the element-wise sums of the ranks' integer lists, which have equal lengths."""
     if _is_alone():
-        return list(mine)
-    found = torch.tensor(list(mine), dtype=torch.int64, device=device_of_collectives())
-    distributed.all_reduce(found)
-    sums: list[int] = found.tolist()
-    return sums
+        return list(counts)
+    sums = torch.tensor(list(counts), dtype=torch.int64, device=device_of_collectives())
+    distributed.all_reduce(sums)
+    return cast(list[int], sums.tolist())
 
 
 def group_ranks_in(groups: Sequence[distributed.ProcessGroup | None]) -> list[list[GroupRank]]:
@@ -184,8 +183,8 @@ def group_ranks_in(groups: Sequence[distributed.ProcessGroup | None]) -> list[li
     """
     if _answers:
         return [_answers[-1].group_ranks(group) for group in groups]
-    mine = [group_rank_in(ranks_of(group)) for group in groups]
-    return [list(places) for places in zip(*gather_objects(mine), strict=True)]
+    positions = [group_rank_in(ranks_of(group)) for group in groups]
+    return [list(of_kind) for of_kind in zip(*gather_objects(positions), strict=True)]
 
 
 def group_rank_in(ranks: Sequence[int], rank: int | None = None) -> GroupRank:
@@ -214,15 +213,15 @@ def _report(error: Exception | None) -> tuple[type, str, str, str] | str | None:
     return None if error is None else f"{type(error).__name__}: {error}"
 
 
-def _raise(rank: int, report: Any, own: Exception | None, *, is_on_all_ranks: bool) -> NoReturn:
+def _raise(rank: int, report: Any, cause: Exception | None, *, is_on_all_ranks: bool) -> NoReturn:
     if isinstance(report, str):
-        raise RuntimeError(f"rank {rank} failed: {report}") from own
+        raise RuntimeError(f"rank {rank} failed: {report}") from cause
     kind, argument, value, text = report
     # without the constructor, which would build the text again from values that this rank lacks
     error = kind.__new__(kind, text)
     error.args, error.argument, error.value = (text,), argument, value
     error.is_on_all_ranks = is_on_all_ranks
-    raise error from own
+    raise error from cause
 
 
 def group_of_members(ranks: Sequence[int], description: str | None = None) -> Any:

@@ -68,7 +68,7 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except ConfigurationError as error:
         # hints name settings, too
-        text = re.sub(r"\b(\w+)=", lambda found: f"{names.get(found[1], found[1])}=", str(error))
+        text = re.sub(r"\b(\w+)=", lambda match: f"{names.get(match[1], match[1])}=", str(error))
         error.args, error.argument = (text,), names.get(error.argument, error.argument)
         raise
 

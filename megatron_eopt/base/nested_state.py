@@ -37,8 +37,8 @@ def put(state: Any, path: Sequence[str], value: Any) -> None:
     state[_key(state, last)] = value
 
 
-def _key(place: Any, step: str) -> Any:
-    if isinstance(place, list | tuple):
+def _key(container: Any, step: str) -> Any:
+    if isinstance(container, list | tuple):
         return int(step)
     # paths have all keys as strings, the state may have numbers
-    return next((key for key in place if str(key) == step), step)
+    return next((key for key in container if str(key) == step), step)

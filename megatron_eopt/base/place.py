@@ -22,8 +22,8 @@ class DeclaredBox(NamedTuple):
     shape: tuple[int, ...]  # of the whole parameter
 
 
-def place_of(param: Tensor, name: str = "parameter") -> DeclaredBox | None:
-    """Return the declared place of a parameter, or None.
+def declared_box(param: Tensor, name: str = "parameter") -> DeclaredBox | None:
+    """Return the box that a parameter is declared to be, or None.
 
     Raises:
         ConfigurationError: If the parameter does not fit there.
@@ -32,8 +32,8 @@ def place_of(param: Tensor, name: str = "parameter") -> DeclaredBox | None:
     if declared is None:
         return None
     try:
-        place = DeclaredBox(*(tuple(map(int, part)) for part in declared))
-        ends = zip(place.offset, param.shape, place.shape, strict=True)
+        box = DeclaredBox(*(tuple(map(int, part)) for part in declared))
+        ends = zip(box.offset, param.shape, box.shape, strict=True)
         fits = all(0 <= first <= first + size <= whole for first, size, whole in ends)
     except (TypeError, ValueError):
         fits = False
@@ -41,43 +41,36 @@ def place_of(param: Tensor, name: str = "parameter") -> DeclaredBox | None:
         rule = f"must be (offset, shape), a box of shape {tuple(param.shape)} in the whole shape"
         hint = "Set it to ((first_row, 0), (rows, columns)) where the parameter is cut"
         raise ConfigurationError(f"{name}.{PLACE_ATTRIBUTE}", declared, rule, hint)
-    return place
+    return box
 
 
 def is_part(param: Tensor) -> bool:
     """Return whether a plain tensor is declared to be only a box of its parameter."""
-    place = place_of(param)
-    return place is not None and place.shape != tuple(param.shape)
+    box = declared_box(param)
+    return box is not None and box.shape != tuple(param.shape)
 
 
-class RowCut(NamedTuple):
-    """How weight rematerialization cuts the rows of a slab."""
-
-    size: int = 1  # number of ranks, each with equally many rows
-    padding: int = 0  # rows at the end of the last ranks that are not part of the slab
-
-
-def row_cut(param: Tensor) -> RowCut:
-    """Return how weight rematerialization cuts a parameter."""
+def remat_size(param: Tensor) -> int:
+    """Return over how many ranks weight rematerialization cuts the rows of a parameter."""
     if not getattr(param, "is_gtp_weight_remat", False):
-        return RowCut()
+        return 1
     size = getattr(param, "gtp_remat_size", None)
     if size is None:
         # megatron-core marks the parameters of experts by `allreduce = False`
         is_dense = getattr(param, "allreduce", True)
         name = "get_gtp_weight_remat_world_size" if is_dense else _EXPERT_SIZE
         size = require_upstream(name)()
-    return RowCut(size or 1, getattr(param, "pad_length", 0))
+    return size or 1
 
 
 def whole_shape(param: Tensor) -> tuple[int, ...]:
-    """Return the shape of the parameter, if it has a place, or of its tensor-parallel slab."""
-    if (place := place_of(param)) is not None:
-        return place.shape
-    size, padding = row_cut(param)
+    """Return the shape of the whole parameter of a declared box, or of a tensor-parallel slab."""
+    if (box := declared_box(param)) is not None:
+        return box.shape
+    if (size := remat_size(param)) == 1:
+        return tuple(param.shape)
     # padding is at the end of the last ranks' rows, so all ranks together have it once
-    rows, *others = param.shape or (1,)
-    return (rows * size - padding, *others) if size > 1 else tuple(param.shape)
+    return (param.shape[0] * size - getattr(param, "pad_length", 0), *param.shape[1:])
 
 
 def refuse_part(param: Tensor, name: str) -> None:
@@ -85,4 +78,4 @@ def refuse_part(param: Tensor, name: str) -> None:
     if is_part(param):
         rule = "is only a part of the parameter, which no registered storage takes"
         hint = "Register a storage that calls megatron_eopt.extending.build_sharded"
-        raise ConfigurationError(f"{name}.{PLACE_ATTRIBUTE}", place_of(param), rule, hint)
+        raise ConfigurationError(f"{name}.{PLACE_ATTRIBUTE}", declared_box(param), rule, hint)

@@ -20,7 +20,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.base.place import row_cut
+from megatron_eopt.base.place import remat_size
 from megatron_eopt.checkpoint.buckets import in_bucket
 from megatron_eopt.checkpoint.parameter_space import ParameterSpace, SavedSection, parameter_spaces
 from megatron_eopt.checkpoint.sources import Source
@@ -84,7 +84,7 @@ def order_of(model_chunks: Sequence[Any], model_state: Mapping[str, Any]) -> Ran
     Nothing for DTensors and under weight rematerialization, which are never saved by bucket.
     """
     chunks = [[p for p in chunk.parameters() if p.requires_grad] for chunk in model_chunks]
-    if any(isinstance(p, DTensor) or row_cut(p).size > 1 for p in itertools.chain(*chunks)):
+    if any(isinstance(p, DTensor) or remat_size(p) > 1 for p in itertools.chain(*chunks)):
         return (), ()
     spaces = parameter_spaces(model_state, dict.fromkeys(itertools.chain(*chunks)))
 

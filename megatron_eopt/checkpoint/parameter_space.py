@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.place import row_cut
+from megatron_eopt.base.place import remat_size
 from megatron_eopt.checkpoint.keys import matrix_state_key, state_key, tensors, unstacked_key
 from megatron_eopt.checkpoint.rows import LocalRows, RowGrid, param_of, with_plain_data
 from megatron_eopt.config.registry import is_nonlinear_or_embedding
@@ -250,7 +250,7 @@ def parameter_spaces(
                 "saved in the same form",
                 "Save without optimizer state (--no-save-optim)",
             )
-        if row_cut(local).size > 1:
+        if remat_size(local) > 1:
             rows = LocalRows(local, pieces)
             uncut = RowGrid(1, 1, rows.count)
             pieces = rows.runs_in(uncut, rows.count, stored.detach())

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
-from megatron_eopt.base.place import row_cut, whole_shape
+from megatron_eopt.base.place import remat_size, whole_shape
 from megatron_eopt.layouts.boxes import Int64Array
 
 
@@ -43,7 +43,7 @@ class LocalRows:
     """
 
     def __init__(self, param: Tensor, parts: Sequence[ShardedTensor]) -> None:
-        first, pieces = parts[0], row_cut(param).size
+        first, pieces = parts[0], remat_size(param)
         self.parts = parts
         self.axis = first.prepend_axis_num
         self.per_key = sum(part.key == first.key for part in parts)  # sections in one tensor

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import CheckpointError
-from megatron_eopt.base.place import row_cut
+from megatron_eopt.base.place import remat_size
 from megatron_eopt.checkpoint.catalogue import Catalogue
 from megatron_eopt.checkpoint.keys import split_key, tensors
 from megatron_eopt.checkpoint.rows import LocalRows, RowGrid, param_of, with_plain_data
@@ -71,7 +71,7 @@ class SavedRows:
         if data is None or data.dim() != 2 or isinstance(data, DTensor):
             return item
         param = param_of(data)
-        if row_cut(param).size == 1 == self._sizes[_is_of_experts(item.key)][0]:
+        if remat_size(param) == 1 == self._sizes[_is_of_experts(item.key)][0]:
             return item  # cut neither here nor there, as almost always
         parts = list(tensors({"built": with_plain_data(item)}))
         # sections of unequal size are saved uncut, and other factories have their own order of rows

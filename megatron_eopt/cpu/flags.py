@@ -26,8 +26,8 @@ DEFAULTS: dict[str, object] = {
 def set_defaults(parser: argparse.ArgumentParser) -> None:
     """Set the CPU defaults of those flags that the trainer's parser has."""
     # releases of Megatron differ in their flags
-    known = {action.dest for action in parser._actions}
-    parser.set_defaults(**{dest: value for dest, value in DEFAULTS.items() if dest in known})
+    flags = {action.dest for action in parser._actions}
+    parser.set_defaults(**{dest: value for dest, value in DEFAULTS.items() if dest in flags})
 
 
 class Refusal(NamedTuple):

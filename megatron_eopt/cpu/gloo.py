@@ -68,11 +68,11 @@ def _coalescing_by_dtype(plain: Function) -> Function:
         waiting.pg_coalesce_state.setdefault(group, [])
         yield together
         # taken out of the table, so that each dtype gets a manager of torch's own
-        found = waiting.pg_coalesce_state.pop(group)
-        for dtype in dict.fromkeys(one.tensor.dtype for one in found):
+        calls = waiting.pg_coalesce_state.pop(group)
+        for dtype in dict.fromkeys(call.tensor.dtype for call in calls):
             with plain(group, device, async_ops) as works:
-                alike = [one for one in found if one.tensor.dtype == dtype]
-                waiting.pg_coalesce_state[group].extend(alike)
+                of_dtype = (call for call in calls if call.tensor.dtype == dtype)
+                waiting.pg_coalesce_state[group].extend(of_dtype)
             together.works.extend(works.works)
 
     return manage

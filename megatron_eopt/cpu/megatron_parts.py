@@ -75,12 +75,12 @@ def _with_widths(
 
 @around
 def _with_full_queries(plain: Function, self: Any) -> Any:
-    config, own = self.config, self.submodules
+    config, submodules = self.config, self.submodules
     is_other = self.has_q_lora or self.is_dsa or config.qk_l2_norm
-    if is_other or not config.qk_layernorm or own.kv_layernorm in (None, IdentityOp):
+    if is_other or not config.qk_layernorm or submodules.kv_layernorm in (None, IdentityOp):
         return plain(self)
     names = ("linear_q_proj", "linear_kv_up_proj", "kv_layernorm")
-    given = {name: getattr(own, name) for name in names}
+    given = {name: getattr(submodules, name) for name in names}
     return self._result(**given, q_layernorm=IdentityOp, linear_q_up_proj=IdentityOp)
 
 

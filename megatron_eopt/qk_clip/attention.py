@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.functional import pad
 
 from megatron_eopt.base.errors import ConfigurationError, check_number
-from megatron_eopt.base.place import row_cut, whole_shape
+from megatron_eopt.base.place import remat_size, whole_shape
 from megatron_eopt.config.arguments import qkv_split_shapes
 
 _WAY_OUT = "use megatron-core's SelfAttention or MLASelfAttention with its DotProductAttention"
@@ -45,12 +45,12 @@ class Projection:
         rows = [factor.pow(power).expand(-1, count) for count, power in self.parts]
         # tensor parallelism cuts first, then weight rematerialization cuts the rows of the slab
         slab, local = whole_shape(self.weight)[0], self.weight.shape[0]
-        mine = torch.cat(rows, dim=1).reshape(-1)[rank * slab : (rank + 1) * slab]
-        if row_cut(self.weight).size > 1:
+        factors = torch.cat(rows, dim=1).reshape(-1)[rank * slab : (rank + 1) * slab]
+        if remat_size(self.weight) > 1:
             first = distributed.get_rank(self.weight.group) * local  # type: ignore[attr-defined]
-            mine = mine[first : first + local]
+            factors = factors[first : first + local]
         # padding rows are zero, whatever their factor
-        return pad(mine, (0, local - len(mine)), value=1.0)
+        return pad(factors, (0, local - len(factors)), value=1.0)
 
 
 def attentions(chunk: nn.Module) -> Iterator[Any]:
@@ -122,8 +122,8 @@ def _let_record(attention: Attention) -> None:
         core.current_max_attn_logits = None
         # the scores enter the softmax without scale and mask, which ``_note`` therefore applies
         core.scale_mask_softmax.register_forward_pre_hook(functools.partial(_note, core))
-    known = isinstance(attention, SelfAttention | MLASelfAttention)
-    if known and hasattr(core, "current_max_attn_logits"):
+    is_self = isinstance(attention, SelfAttention | MLASelfAttention)
+    if is_self and hasattr(core, "current_max_attn_logits"):
         return
     argument = "qk_clip" if attention.config.qk_clip else "log_max_attention_logit"
     pair = f"{type(attention).__name__} with {type(core).__name__}"
@@ -166,6 +166,5 @@ def _note(core: Any, softmax: Any, inputs: tuple[Any, ...]) -> None:
         mask = get_default_causal_mask(queries)
     if mask is not None:
         scores = scores.masked_fill(mask, float("-inf"))
-    found = scores.amax(dim=(0, 2, 3))
-    known = core.current_max_attn_logits
-    core.current_max_attn_logits = found if known is None else torch.maximum(known, found)
+    largest, recorded = scores.amax(dim=(0, 2, 3)), core.current_max_attn_logits
+    core.current_max_attn_logits = largest if recorded is None else torch.maximum(recorded, largest)

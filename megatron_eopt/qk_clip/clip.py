@@ -1,5 +1,6 @@
 """Scale the main and model weights of queries and keys by the attention logits recorded."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -41,9 +42,9 @@ def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
     Returns:
         The largest logit of all layers of the whole model, 0 if none was recorded.
     """
-    found = [attention for chunk in model for attention in attentions(chunk)]
-    maxima = _over_all_tokens(model, found, [_take(attention) for attention in found])
-    if not log_max_only and (factors := _factors(found, maxima)):
+    modules = [attention for chunk in model for attention in attentions(chunk)]
+    maxima = _over_all_tokens(model, modules, [_take_logits(attention) for attention in modules])
+    if not log_max_only and (factors := _factors(modules, maxima)):
         chains = {chain for chunk in model for chain in _CHAINS.get(chunk, ())}
         with torch.no_grad():
             # if several chains hold a weight, the one that was built last owns it
@@ -51,29 +52,28 @@ def clip_qk(model: Sequence[Any], log_max_only: bool = False) -> float:
     return _largest(model, maxima)
 
 
-def _factors(found: Sequence[Any], maxima: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+def _factors(modules: Sequence[Any], maxima: Sequence[Tensor]) -> dict[Tensor, Tensor]:
     """Return the factors of the rows of each weight to clip."""
-    if not found:
+    if not modules:
         return {}
-    thresholds = [attention.config.qk_clip_threshold for attention in found]
     # a logit of nan or inf does not change weights
     clipped = [
-        torch.isfinite(logits) & (logits > threshold)
-        for logits, threshold in zip(maxima, thresholds, strict=True)
+        torch.isfinite(logits) & (logits > attention.config.qk_clip_threshold)
+        for attention, logits in zip(modules, maxima, strict=True)
     ]
-    factors: dict[Tensor, Tensor] = {}
     # the host synchronizes once, not once per layer
     is_clipped = torch.stack([heads.any() for heads in clipped]).tolist()
-    for place in (place for place, is_one in enumerate(is_clipped) if is_one):
-        eta = torch.where(clipped[place], thresholds[place] / maxima[place], 1.0)
-        rank = found[place].pg_collection.tp.rank()
-        for item in projections(found[place]):
+    factors: dict[Tensor, Tensor] = {}
+    layers = zip(modules, maxima, clipped, strict=True)
+    for attention, logits, heads in itertools.compress(layers, is_clipped):
+        eta = torch.where(heads, attention.config.qk_clip_threshold / logits, 1.0)
+        for item in projections(attention):
             if item.weight.requires_grad:
-                factors[item.weight] = item.factors(eta, rank)
+                factors[item.weight] = item.factors(eta, attention.pg_collection.tp.rank())
     return factors
 
 
-def _take(attention: Any) -> Tensor:
+def _take_logits(attention: Any) -> Tensor:
     """Return and reset the largest logits of the local heads; -inf if none was recorded."""
     core = attention.core_attention
     recorded = getattr(core, "current_max_attn_logits", None)
@@ -86,15 +86,15 @@ def _take(attention: Any) -> Tensor:
 
 
 def _over_all_tokens(
-    model: Sequence[Any], found: Sequence[Any], recorded: Sequence[Tensor]
+    model: Sequence[Any], modules: Sequence[Any], recorded: Sequence[Tensor]
 ) -> list[Tensor]:
     """Return the largest logits of all heads over all tokens of a step."""
-    if not found:
+    if not modules:
         return []
     flat = torch.cat(list(recorded))
     # first the same heads over all tokens, then the heads of all tensor-parallel ranks
     distributed.all_reduce(flat, distributed.ReduceOp.MAX, group=_group(model, "dp_cp"))
-    tensor = found[0].pg_collection.tp
+    tensor = modules[0].pg_collection.tp
     # a query group may have heads on several ranks, so each rank needs all factors
     rows = [torch.empty_like(flat) for _ in range(tensor.size())]
     distributed.all_gather(rows, flat, group=tensor)
@@ -119,8 +119,7 @@ def _largest(model: Sequence[Any], maxima: Sequence[Tensor]) -> float:
     for heads in maxima:
         value = torch.maximum(value, heads.max())
     distributed.all_reduce(value, distributed.ReduceOp.MAX, group=_group(model, "mp"))
-    found = float(value)
-    return 0.0 if found == -math.inf else found
+    return 0.0 if (largest := float(value)) == -math.inf else largest
 
 
 def _scale(chains: Sequence[Any], factors: dict[Tensor, Tensor]) -> None:
@@ -155,10 +154,10 @@ def _scale_one(weight: Tensor, rows: Tensor, item: Any) -> None:
         main.view(weight.shape).mul_(column.to(local_of(main).device))
         weight.detach().copy_(main.view(weight.shape))
         return
-    own = weight.detach().view(-1)[item.start : item.stop]
-    if address_of(item.main) == address_of(own):
+    fragment = weight.detach().view(-1)[item.start : item.stop]
+    if address_of(item.main) == address_of(fragment):
         weight.detach().mul_(column)
         return
     flat = rows.repeat_interleave(weight[0].numel())[item.start : item.stop]
     # a fragment may begin and end inside a row, so each element gets its row's factor
-    own.copy_(item.main.detach().view(-1).mul_(flat.to(item.main.device)))
+    fragment.copy_(item.main.detach().view(-1).mul_(flat.to(item.main.device)))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
-from megatron_eopt.base.place import row_cut, whole_shape
+from megatron_eopt.base.place import remat_size, whole_shape
 from megatron_eopt.layouts import Layout
 from megatron_eopt.layouts.boxes import Boxes
 from megatron_eopt.matrices import Split, matrix_columns, matrix_rows, whole
@@ -134,9 +134,9 @@ class Fragment(NamedTuple):
         """Return the same range of the ``number``-th piece of a slab's rows, without its padding.
 
         A piece, which weight rematerialization has cut off, is like ``param``; see
-        :func:`~megatron_eopt.base.place.row_cut`.
+        :func:`~megatron_eopt.base.place.remat_size`.
         """
-        if row_cut(param).size == 1:
+        if remat_size(param) == 1:
             return self
         # pieces are equal, and the last ones may consist of padding partly or wholly
         before, end = number * param.numel(), math.prod(whole_shape(param))

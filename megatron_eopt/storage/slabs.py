@@ -50,7 +50,7 @@ def row_group(
     own: dist.ProcessGroup | None = getattr(param, "group", None)
     group = _group_of(param, pg_collection, "gtp_remat", mode) if own is None else own
     if not hasattr(param, "gtp_remat_size"):
-        # ``row_cut`` would otherwise ask Megatron's global group, which may have another size
+        # ``remat_size`` would otherwise ask Megatron's global group, which may have another size
         param.gtp_remat_size = _size(group)  # type: ignore[attr-defined]
     return None if _size(group) == 1 else group
 

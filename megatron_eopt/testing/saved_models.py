@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megatron_eopt import checkpoints
-from megatron_eopt.base.place import place_of
+from megatron_eopt.base.place import declared_box
 from megatron_eopt.storage.local_tensors import is_uneven, local_of
 from megatron_eopt.testing.stored_models import SHAPES, named_params
 from megatron_eopt.wrappers.chain import OptimizerChain
@@ -60,7 +60,7 @@ def _is_of_tensors(state: Mapping[str, Any]) -> bool:
 
 
 def _saved(name: str, param: Tensor) -> ShardedTensor:
-    place, local, shape = place_of(param), local_of(param), SHAPES[name]
+    place, local, shape = declared_box(param), local_of(param), SHAPES[name]
     offset = (0,) * len(shape) if place is None else place.offset
     if isinstance(param, DTensor):
         local = param._local_tensor

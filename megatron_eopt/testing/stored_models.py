@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.base.place import place_of
+from megatron_eopt.base.place import declared_box
 from megatron_eopt.matrices import Field, Section, Split, gated
 from megatron_eopt.routing.plain_names import plain_names
 from megatron_eopt.storage import local_tensors
@@ -74,7 +74,7 @@ def part_of(param: Tensor, whole: Tensor) -> Tensor:
     """Return what this rank stores of a tensor that is cut like ``param``."""
     if isinstance(param, DTensor):
         return shard_like(param, local_tensors.part_of(param, whole).contiguous())
-    place = place_of(param)
+    place = declared_box(param)
     if place is not None:
         for dim, (first, size) in enumerate(zip(place.offset, param.shape, strict=True)):
             whole = whole.narrow(dim, first, size)

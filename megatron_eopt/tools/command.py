@@ -200,11 +200,10 @@ def _sources(arguments: argparse.Namespace, architecture: Architecture) -> Sourc
     if batch is not None and changed and arguments.tokens is None:
         source += " with your --seq-length"
     settings = published.optimizer_settings if published else {}
-    kept = {n: v for n, v in settings.items() if vars(arguments)[n] == v}
-    from_recipe = ", ".join(f"{name} {value}" for name, value in kept.items())
+    of_recipe = ", ".join(f"{n} {v}" for n, v in settings.items() if vars(arguments)[n] == v)
     left_out = [text for flag, text in LEFT_OUT.items() if flags.get(flag)]
     left_out += published.left_out if published else ()
-    optimizer = f"{where}: {from_recipe}" if kept else "flags and recommended defaults"
+    optimizer = f"{where}: {of_recipe}" if of_recipe else "flags and recommended defaults"
     return Sources(tokens, {"tokens": source, "optimizer": optimizer}, left_out)
 
 
@@ -223,13 +222,16 @@ class _Request:
         return plan(self.architecture, layout, self.machine, self.config, tokens=tokens, tell=tell)
 
 
+def _architecture(arguments: argparse.Namespace) -> Architecture:
+    """Return the model of the flags, which change that of the recipe, if one is named."""
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    return recipe(arguments.model).architecture(**given) if arguments.model else from_flags(given)
+
+
 def _request(arguments: argparse.Namespace) -> _Request:
     """Check the arguments of plans."""
-    flags = vars(arguments)
-    given = {name: value for name, value in flags.items() if value is not None}
-    published = arguments.model and recipe(arguments.model)
-    architecture = published.architecture(**given) if published else from_flags(given)
-    numbers = {name: given[f"gpu_{name}"] for name in _NUMBERS if f"gpu_{name}" in given}
+    flags, architecture = vars(arguments), _architecture(arguments)
+    numbers = {n: number for n in _NUMBERS if (number := flags[f"gpu_{n}"]) is not None}
     machine = dataclasses.replace(MACHINES[arguments.gpu], **numbers)
     if not flags.get("use_distributed_optimizer", True):
         rule = "is not supported by plans, which assume sharded optimizer state"
@@ -257,15 +259,15 @@ def _plan(arguments: argparse.Namespace, console: Console) -> None:
     gc.disable()
     with _progress() as tell:
         request = _request(arguments)
-        found = request.plan(_layout(arguments, request.sources), tell)
+        planned = request.plan(_layout(arguments, request.sources), tell)
     if arguments.json:
-        console.print_json(json.dumps(as_dict(found) | dataclasses.asdict(request.sources)))
+        console.print_json(json.dumps(as_dict(planned) | dataclasses.asdict(request.sources)))
     else:
-        show_plan(found, arguments.gpu, request.sources, console)
+        show_plan(planned, arguments.gpu, request.sources, console)
 
 
 def _sweep(arguments: argparse.Namespace, console: Console) -> None:
-    found: list[Plan] = []
+    plans: list[Plan] = []
     errors: dict[str, ConfigurationError] = {}
     request = _request(arguments)
     sizes = list(itertools.product(arguments.tp, arguments.pp, arguments.ep))
@@ -276,17 +278,17 @@ def _sweep(arguments: argparse.Namespace, console: Console) -> None:
                 rule = f"must be a multiple of tp x pp, here {tp} x {pp}"
                 raise ConfigurationError("--ranks", arguments.ranks, rule, "Choose other sizes")
             layout = ParallelLayout(tp, pp, arguments.ranks // (tp * pp), ep)
-            found.append(request.plan(layout, lambda _: None))
+            plans.append(request.plan(layout, lambda _: None))
         except ConfigurationError as error:
             errors[f"tp {tp}, pp {pp}, ep {ep}"] = error
-    if not found:
+    if not plans:
         raise next(iter(errors.values()))
     for sizes_text, reason in errors.items():
         sys.stderr.write(f"left out: {sizes_text}: {reason}\n")
     if arguments.json:
-        console.print_json(json.dumps([as_dict(item) for item in found]))
+        console.print_json(json.dumps([as_dict(item) for item in plans]))
     else:
-        show_sweep(found, arguments.gpu, request.sources, console)
+        show_sweep(plans, arguments.gpu, request.sources, console)
 
 
 def _recipe(arguments: argparse.Namespace, _: Console) -> None:
@@ -304,10 +306,8 @@ def _recipe(arguments: argparse.Namespace, _: Console) -> None:
 
 def _rate(arguments: argparse.Namespace, console: Console) -> None:
     check_number("RATE", arguments.rate, above=0)
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    published = arguments.model and recipe(arguments.model)
-    model = published.architecture(**given) if published else from_flags(given)
-    old = Scale(given["from"], arguments.from_extra)
+    model = _architecture(arguments)
+    old = Scale(vars(arguments)["from"], arguments.from_extra)
     new = Scale(arguments.to, arguments.to_extra)
     with _progress() as tell:
         tell(f"building one layer of each kind of {model.name}")
@@ -327,8 +327,8 @@ def _rate(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _explain(arguments: argparse.Namespace, console: Console) -> None:
-    contents = explain(arguments.checkpoint)
+    summary = explain(arguments.checkpoint)
     if arguments.json:
-        console.print_json(json.dumps(dataclasses.asdict(contents)))
+        console.print_json(json.dumps(dataclasses.asdict(summary)))
     else:
-        show(contents, console)
+        show(summary, console)

@@ -79,11 +79,12 @@ class Recipe:
 
 def recipe(name: str) -> Recipe:
     """Read the recipe with a name of :data:`NAMES`."""
-    own = _read(name)
-    if "base" in own:
-        base = _read(own["base"])
-        own = base | own | {key: base[key] + own.get(key, []) for key in ("published", "ours")}
-    return Recipe(**own)
+    content = _read(name)
+    if "base" in content:
+        base = _read(content["base"])
+        lists = {key: base[key] + content.get(key, []) for key in ("published", "ours")}
+        content = base | content | lists
+    return Recipe(**content)
 
 
 def _read(name: str) -> dict[str, Any]:

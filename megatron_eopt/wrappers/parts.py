@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_eopt.base.agreement import gather_objects, raise_together, raise_together_in
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import PLACE_ATTRIBUTE
-from megatron_eopt.base.place import place_of
+from megatron_eopt.base.place import declared_box
 from megatron_eopt.layouts import Layout, block_layout
 from megatron_eopt.layouts.plan import sum_of_weights
 from megatron_eopt.matrices import Split
@@ -57,7 +57,8 @@ class PlacedShards:
             if not boxes.cover(whole):
                 rule = "does not store every element once, on all ranks of the group together"
                 hint = "Correct the offsets; several ranks may store the same box, as copies"
-                raise ConfigurationError(f"{name}.{PLACE_ATTRIBUTE}", place_of(param), rule, hint)
+                argument = f"{name}.{PLACE_ATTRIBUTE}"
+                raise ConfigurationError(argument, declared_box(param), rule, hint)
 
     def group_of(self, param: Tensor) -> dist.ProcessGroup | None:
         """Return the group; None for one rank."""
@@ -97,12 +98,12 @@ type _Described = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def _described(param: Tensor, name: str) -> _Described:
-    place = place_of(param, name)
-    if place is None:
+    box = declared_box(param, name)
+    if box is None:
         rule = "must be set on every parameter, also on those that each rank stores as a whole"
         hint = "For these, set it to ((0, 0), param.shape), with one 0 for each dimension"
         raise ConfigurationError(f"{name}.{PLACE_ATTRIBUTE}", None, rule, hint)
-    return name, place.offset, tuple(param.shape), place.shape
+    return name, box.offset, tuple(param.shape), box.shape
 
 
 def _wholes(described: Sequence[_Described]) -> list[tuple[str, tuple[int, ...]]]:
@@ -110,9 +111,9 @@ def _wholes(described: Sequence[_Described]) -> list[tuple[str, tuple[int, ...]]
 
 
 def _whole(param: Tensor) -> tuple[int, ...]:
-    place = place_of(param)
-    assert place is not None
-    return place.shape
+    box = declared_box(param)
+    assert box is not None
+    return box.shape
 
 
 class _Boxes:

@@ -134,8 +134,8 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(func.overloadpacket.__name__, args)
         result = func(*args, **kwargs)
         amount = Amount()
-        if func is READ and (place := who_reads()):
-            self.host_reads[place] += 1
+        if func is READ and (reader := who_reads()):
+            self.host_reads[reader] += 1
             amount = Amount(host_waits=1)
         elif (formula := flop_registry.get(func.overloadpacket)) is not None:
             kernels, moved = copied_addend(func, args, kwargs, result)

@@ -23,7 +23,7 @@ def counting_once() -> Patch:
     Active :class:`Counts` and :class:`LiveBytes` see what the others would have caused.
     """
     compute = Orthogonalization.factors_
-    known: dict[Hashable, tuple[Counts, list[int]]] = {}
+    counted: dict[Hashable, tuple[Counts, list[int]]] = {}
 
     def factors_(*args: Any, **kwargs: Any) -> None:
         modes = _get_current_dispatch_mode_stack()  # type: ignore[no-untyped-call]
@@ -33,8 +33,8 @@ def counting_once() -> Patch:
         block = (updating_optimizer(), *map(id, (*live, *counts)))
         how = (*map(_kind, args), *((name, _kind(kwargs[name])) for name in sorted(kwargs)))
         key = (block, *how)
-        if key in known:
-            once, growths = known[key]
+        if key in counted:
+            once, growths = counted[key]
             for each in counts:
                 each.add(once)
             for tracker, growth in zip(live, growths, strict=True):
@@ -44,7 +44,7 @@ def counting_once() -> Patch:
                 result: object = compute(*args, **kwargs)  # type: ignore[func-returns-value]
             if result is not None:
                 raise TypeError("factors_ must work in place, or equal stacks cannot be skipped")
-            known[key] = (once, growths)
+            counted[key] = (once, growths)
 
     return Patch(Orthogonalization, "factors_", factors_)
 
@@ -58,12 +58,12 @@ def _kind(value: Any) -> Hashable:
 @contextmanager
 def _growths(live: Sequence[LiveBytes]) -> Iterator[list[int]]:
     """Yield a list that gets, after the block, by how much each grew at most inside it."""
-    found: list[int] = []
+    growths: list[int] = []
     peaks = [tracker.peak for tracker in live]
     starts = [tracker.grown for tracker in live]
     for tracker, start in zip(live, starts, strict=True):
         tracker.peak = start
-    yield found
+    yield growths
     for tracker, start, peak in zip(live, starts, peaks, strict=True):
-        found.append(tracker.peak - start)
+        growths.append(tracker.peak - start)
         tracker.peak = max(peak, tracker.peak)

@@ -28,14 +28,12 @@ from megatron_eopt import cpu
 from megatron_eopt.base import kernels
 from megatron_eopt.base.agreement import GroupRank, answered_by, group_rank_in
 from megatron_eopt.base.errors import ConfigurationError, check_integer
+from megatron_eopt.base.live_bytes import DEVICE
 from megatron_eopt.cpu.patches import Patch, patched
 from megatron_eopt.math import newton_schulz
 from megatron_eopt.optimizers import scalar
 from megatron_eopt.tools.dry_run.counting import READ
 from megatron_eopt.tools.dry_run.repeats import counting_once
-
-DEVICE: Any = torch.ops.prim.device.default
-"""The operator that tells the device of a fake tensor, called more often than all others."""
 
 _VIEWS = {
     torch.ops.aten.as_strided.default,
@@ -218,19 +216,19 @@ class _Peers:
         return [value] * distributed.get_world_size(group)
 
     def all_gather_object(
-        self, found: list[Any], value: Any, group: distributed.ProcessGroup | None = None
+        self, object_list: list[Any], value: Any, group: distributed.ProcessGroup | None = None
     ) -> None:
         """Do the same as torch's function."""
-        found[:] = self.gather_objects(value, group)
+        object_list[:] = self.gather_objects(value, group)
 
     def group_ranks(self, group: distributed.ProcessGroup | None) -> list[GroupRank]:
         """Return every rank's position in its group with the same description and size."""
         if group is None:
             return [GroupRank(rank, 0) for rank in range(self._size)]
-        mine = distributed.get_process_group_ranks(group)
-        if len(mine) == self._size:
-            return [group_rank_in(mine, rank) for rank in range(self._size)]
+        members = distributed.get_process_group_ranks(group)
+        if len(members) == self._size:
+            return [group_rank_in(members, rank) for rank in range(self._size)]
         # Megatron gives all groups of one kind the same description
-        alike = [g for g in self._groups[group.group_desc] if len(g) == len(mine)]
-        found = {rank: group_rank_in(ranks, rank) for ranks in alike for rank in ranks}
-        return [found[rank] for rank in range(self._size)]
+        alike = [g for g in self._groups[group.group_desc] if len(g) == len(members)]
+        position_of = {rank: group_rank_in(ranks, rank) for ranks in alike for rank in ranks}
+        return [position_of[rank] for rank in range(self._size)]

@@ -93,8 +93,8 @@ def flags_among(words: Sequence[str]) -> dict[str, Any]:
     """Return the architecture flags of a command line, by Megatron's names with underscores."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser)
-    found = vars(parser.parse_known_args(words)[0])
-    return {name: value for name, value in found.items() if value is not None}
+    parsed = vars(parser.parse_known_args(words)[0])
+    return {name: value for name, value in parsed.items() if value is not None}
 
 
 def from_flags(flags: Mapping[str, Any], name: str = "your model") -> Architecture:

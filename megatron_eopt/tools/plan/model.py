@@ -163,8 +163,9 @@ def _built(
     # this import must come after the device is chosen
     from megatron.training.training import wrap_model_chunks_with_ddp
 
-    own: dict[str, Any] = {"use_layer_wise_distributed_optimizer": True}
-    wrapped: list[DistributedDataParallel] = wrap_model_chunks_with_ddp([model], config, ddp, **own)
+    wrapped: list[DistributedDataParallel] = wrap_model_chunks_with_ddp(
+        [model], config, ddp, use_layer_wise_distributed_optimizer=True
+    )
     return wrapped[0]
 
 

@@ -55,7 +55,7 @@ class Stage:
     stages: tuple[int, ...]  # their pipeline ranks
     busiest: int  # global rank with the most FLOPs in the first of these stages
     loads: Float64Array  # estimated FLOPs of each rank of the first of these stages
-    held: int  # bytes of weights, gradients and optimizer state of its first rank
+    first_rank_bytes: int  # of weights, gradients and optimizer state of its first rank
 
     @property
     def imbalance(self) -> float:
@@ -150,9 +150,9 @@ def plan(
     runs = _DryRuns(architecture, layout, machine, config, tell)
     # the largest stage is probably the busiest one, whose step can then be run at once
     kinds = sorted(stage_kinds(architecture, layout), key=lambda k: runs.size(k[0]), reverse=True)
-    found = [runs.stage(kind) for kind in kinds]
-    worst = max(found, key=lambda stage: stage.loads.max())
-    fullest = max(found, key=lambda stage: stage.held)
+    each = [runs.stage(kind) for kind in kinds]
+    worst = max(each, key=lambda stage: stage.loads.max())
+    fullest = max(each, key=lambda stage: stage.first_rank_bytes)
     busiest = runs.steps_of(worst.busiest)
     memory = busiest.report.memory
     if fullest is not worst:
@@ -162,7 +162,7 @@ def plan(
     return Plan(
         architecture=architecture,
         layout=layout,
-        stages=tuple(sorted(found, key=lambda stage: stage.stages)),
+        stages=tuple(sorted(each, key=lambda stage: stage.stages)),
         rank=worst.busiest,
         report=busiest.report,
         times=busiest.times,
@@ -258,8 +258,8 @@ class _DryRuns:
 
     def adam_of(self, rank: int) -> Times:
         """Return how long Adam's step takes on a rank's weights."""
-        if (known := self.steps_of(rank).adam) is not None:
-            return known
+        if (counted := self.steps_of(rank).adam) is not None:
+            return counted
         with dry_world(rank, self._layout.world_size):
             return self._adam_on(build_stage(self._architecture, self._layout))
 
@@ -296,18 +296,18 @@ def _stage(optimizer: Any, layout: ParallelLayout, kind: tuple[int, ...], gpus: 
         loads += _of_all_groups(schedule, schedule.loads)
         computers = [rank // gpus for rank in ranks_of(schedule.ranks.group)]
         coming += _of_all_groups(schedule, schedule.arrivals(computers))
-    mine = slice(first, first + layout.stage_size)
+    of_stage = slice(first, first + layout.stage_size)
+    loads, coming = loads[of_stage], coming[of_stage]
     # among equally busy ranks, take the one that receives most from other nodes
-    busy = loads[mine] >= _AS_BUSY * loads[mine].max()
-    busiest = int(np.where(busy, coming[mine], -1).argmax())
+    busiest = int(np.where(loads >= _AS_BUSY * loads.max(), coming, -1).argmax())
     memory = optimizer.memory()
-    held = memory.weights + memory.gradients + memory.main_weights + memory.state
-    return Stage(kind, first + busiest, loads[mine], held)
+    size = memory.weights + memory.gradients + memory.main_weights + memory.state
+    return Stage(kind, first + busiest, loads, size)
 
 
 def _of_all_groups(schedule: Schedule, values: Sequence[float]) -> Float64Array:
     """Return the value of every global rank, given those of one group's ranks, in its order."""
     if schedule.ranks.group is None:
         return np.full(distributed.get_world_size(), float(values[0]))
-    (places,) = group_ranks_in([schedule.ranks.group])
-    return np.array(values, np.float64)[[place.number for place in places]]
+    (positions,) = group_ranks_in([schedule.ranks.group])
+    return np.array(values, np.float64)[[position.number for position in positions]]

@@ -140,14 +140,14 @@ def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
         rows.append(("MiB, transient", *peaks, ""))
         title = f"Spot checks, in one of {plan.checks.every:g} steps"
         _print(console, title, ("", "usual step", "checking step", "more, on average"), rows)
-    held = {plan.rank: report.memory, fullest: most}
+    memories = {plan.rank: report.memory, fullest: most}
     kinds = asdict(most)
     rows = [
-        (name, *(f"{(getattr(memory, name) or 0) / _GIB:.2f}" for memory in held.values()))
+        (name, *(f"{(getattr(memory, name) or 0) / _GIB:.2f}" for memory in memories.values()))
         for name in kinds
     ]
-    rows.append(("total, without host", *(f"{_gib(memory):.2f}" for memory in held.values())))
-    _print(console, "Memory in GiB", ("kind", *(f"rank {rank}" for rank in held)), rows)
+    rows.append(("total, without host", *(f"{_gib(memory):.2f}" for memory in memories.values())))
+    _print(console, "Memory in GiB", ("kind", *(f"rank {rank}" for rank in memories)), rows)
     rows = [(name, _ms(seconds)) for name, seconds in asdict(times).items()]
     rows += [("step, without gather", _ms(times.step))]
     rows += [("share of an iteration", f"{plan.share:.2%}")]
@@ -236,14 +236,14 @@ def _print(
 
 def _owned(plan: Plan) -> dict[str, str]:
     """Return, by optimizer, how many matrices the rank computes alone or in a team."""
-    found: dict[str, str] = {}
+    owned: dict[str, str] = {}
     for name, schedule in plan.report.schedules:
         numbers = [n for wave in schedule.plan.waves for n in schedule.computed(wave)]
         shared = sum(bool(schedule.work.matrices[number].team) for number in numbers)
         total = f"{len(numbers)} of {len(schedule.names)} matrices, {shared} in teams"
         ranks = schedule.ranks.size
-        found[f"{name}, {ranks} rank{'s' if ranks > 1 else ''}"] = total
-    return found
+        owned[f"{name}, {ranks} rank{'s' if ranks > 1 else ''}"] = total
+    return owned
 
 
 def _flops(count: float) -> str:

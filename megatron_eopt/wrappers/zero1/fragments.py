@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.place import row_cut, whole_shape
+from megatron_eopt.base.place import remat_size, whole_shape
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.storage.shard import Fragment, ParamShard, fragment_layouts
@@ -72,7 +72,7 @@ def fragment_of(
         unsharded[dim] *= size
     split = split_of(param, tuple(unsharded))
     slab = None
-    if slabs and row_cut(param).size > 1:
+    if slabs and remat_size(param) > 1:
         rule = f"needs whole slabs on each rank, but weight rematerialization cuts {place.name}"
         raise ConfigurationError("tp_mode", "blockwise", rule, "Choose another tp_mode")
     if slabs and size > 1:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE, MAIN_OF_SHARDED, MOMENTUM, STEP
-from megatron_eopt.base.place import row_cut
+from megatron_eopt.base.place import remat_size
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.storage.interface import gather_buckets
 from megatron_eopt.storage.shard import ParamShard
@@ -110,7 +110,7 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
         With weight rematerialization there is one instance, and the ranks over which it cuts other
         parameters have copies of this one.
         """
-        copy = self.copy if row_cut(param).size == 1 else 0
+        copy = self.copy if remat_size(param) == 1 else 0
         return (*replica[:-1], self.distributed_optimizer_instance_id + copy)
 
     def replica_of_matrix(self, param: Tensor, replica: Any) -> tuple[int, ...]:
