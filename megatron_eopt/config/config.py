@@ -75,7 +75,8 @@ class EmergingOptimizerConfig(OptimizerConfig):
 
     muon_convolutions: bool = False
     """Update the weights of convolutions with Muon, each flattened to (out, in x kernel). A grouped
-    convolution is one matrix per group; depthwise ones keep the scalar optimizer."""
+    convolution is one matrix per group. Depthwise ones, and one that is a model's first layer, keep
+    the scalar optimizer."""
 
     muon_split_gated: bool = True
     """Split a fused gated MLP weight into gate and up matrices; megatron-core treats it as one."""

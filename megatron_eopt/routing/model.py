@@ -21,7 +21,7 @@ from megatron_eopt.config.settings import RunSettings, Settings
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.global_names import counted_names, name_parameters
 from megatron_eopt.routing.groups import Group, GroupKey, build_groups, key_of, summarize
-from megatron_eopt.routing.parameters import ModelParameter, trainable_parameters
+from megatron_eopt.routing.parameters import INPUT_LAYER, ModelParameter, trainable_parameters
 from megatron_eopt.routing.places import NO_LAYER
 from megatron_eopt.routing.routes import (
     Route,
@@ -195,6 +195,14 @@ def with_splits(
             "param.eopt_split = 'whole' on those that are matrices.",
             settings.scalar,
             of_all_layers(raw),
+        )
+    inputs = [r.parameter.name for r in routing.routes if r.why.startswith(INPUT_LAYER)]
+    if inputs and is_rank_0():
+        logger.info(
+            "%s reads the input, so %s updates it. Set its eopt_split = 'whole' to let %s do so.",
+            ", ".join(inputs),
+            settings.scalar,
+            settings.optimizer,
         )
     as_stored = [
         r.parameter.name

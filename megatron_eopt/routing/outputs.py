@@ -94,8 +94,8 @@ def likely_heads(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, 
     """Return modules that look like output layers, but are not among the ``known`` ones, by path.
 
     Known names tell, outside of repeated layers. So do at most four rows there. Without a known or
-    tied output layer, so does the shape of the last linear layer: few rows, or those of the largest
-    table.
+    tied output layer, the last linear layer is one if it ends an ``nn.Sequential`` that is the
+    whole model, or by its shape: few rows, or those of the largest table.
     """
     modules, paths = dict(model.named_modules()), plain_paths(model)
     embeddings = [module for module in modules.values() if isinstance(module, nn.Embedding)]
@@ -118,7 +118,9 @@ def likely_heads(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, 
         is_outside = len(every) - len(words) < 2
         ends_here = path == last and is_outside
         by_name = ends_here and _LAST.fullmatch(every[-1])
-        by_shape = ends_here and not has_output and _is_output_like(module, largest)
+        is_last = ends_here and not has_output
+        is_whole = all(map(str.isdigit, every))  # the whole model is an nn.Sequential
+        by_shape = is_last and (is_whole or _is_output_like(module, largest))
         is_box = is_outside and path in linears and _is_box(module)
         if depth is not None:
             found.setdefault(".".join(words[: depth + 1]), None)

@@ -15,6 +15,9 @@ from megatron_eopt.routing.global_names import counted_names
 from megatron_eopt.routing.places import HeldParameter, places_in
 from megatron_eopt.routing.plain_names import plain_names, tensor_name
 
+INPUT_LAYER = "input layer"
+"""Why a convolution that reads a model's input is updated by the scalar optimizer."""
+
 
 @dataclass(frozen=True)
 class ModelParameter:
@@ -33,6 +36,7 @@ class ModelParameter:
     is_stack: bool = False  # whether it is 3-D and holds one matrix for each expert
     why_vector: str | None = None  # why its module says that it is not a layer's weight
     convolution: _ConvNd | None = None  # the convolution whose weight it is
+    is_input: bool = False  # whether it is the weight of the model's first layer
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
@@ -86,7 +90,9 @@ class ModelParameter:
             if not convolutions:
                 return f"{len(self.shape)}-D"
             depthwise = 1 < self.convolution.groups == self.shape[0]
-            return "depthwise convolution" if depthwise else None
+            if depthwise:
+                return "depthwise convolution"
+            return INPUT_LAYER if self.is_input else None
         return why_vector
 
 
@@ -123,6 +129,7 @@ def trainable_parameters(
             places.setdefault(id(place.param), []).append(place)
         plain, counted = plain_names(model), counted_names(model)
         own_module = any(name.startswith("module.") for name in plain.values())
+        layers = [its[0].param for its in places.values() if _is_weight(its)]
         for name, param in model.named_parameters():
             if not param.requires_grad or id(param) in found:
                 continue
@@ -140,6 +147,7 @@ def trainable_parameters(
                 is_stack=stacks and any(place.is_stack for place in its),
                 why_vector=_why_vector(its),
                 convolution=next((c for p in its if (c := p.convolution) is not None), None),
+                is_input=len(layers) > 1 and param is layers[0],
             )
     return list(found.values())
 
@@ -172,6 +180,10 @@ def tables() -> tuple[type[torch.nn.Module], ...]:
 
 def _is_of(places: Iterable[HeldParameter], kinds: tuple[type, ...]) -> bool:
     return any(isinstance(place.module, kinds) for place in places)
+
+
+def _is_weight(places: Sequence[HeldParameter]) -> bool:
+    return places[0].param.dim() > 1 and _why_vector(places) is None
 
 
 def _why_vector(places: Sequence[HeldParameter]) -> str | None:

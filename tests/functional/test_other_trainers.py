@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import re
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,44 @@ def test_the_page_shows_the_examples_as_they_are():
     for name in names.split():
         text = (ROOT / "examples" / f"{name}.py").read_text()
         assert len([block for _, block in page if block in text]) == 1
+
+
+class Net(nn.Sequential):
+    """A convolutional net of each kind of layer that the page names."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.deep = nn.Conv2d(8, 8, 3, groups=8)
+        self.conv = nn.Conv2d(8, 16, 3)
+        self.flat, self.head = nn.Flatten(), nn.Linear(16 * 4, 5)
+
+
+def test_the_page_of_plain_pytorch_trains_and_resumes(tmp_path, caplog, capsys, monkeypatch):
+    caplog.set_level("INFO", "megatron_eopt")
+    # without a C++ compiler's half a minute
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    names = {}
+    for _, text in blocks((ROOT / "docs/how_to/pytorch.md").read_text(), "python"):
+        exec(text, names)
+
+    def batches(step):
+        made = torch.Generator().manual_seed(step % 2)
+        images = torch.randn(16, 3, 8, 8, generator=made)
+        return images, images.mean((1, 2, 3)).argsort().argsort() % 5
+
+    def lines(name, stop=None):
+        names["train"](Net(), batches, 40, tmp_path / name, "cpu", stop)
+        return capsys.readouterr().out.splitlines()
+
+    whole = lines("whole")
+    assert [*lines("parts", 9), *lines("parts")] == whole
+    losses = [float(line.split()[-1]) for line in whole]
+    assert losses[-1] < losses[0] - 0.1
+    routed = re.findall(r"\| (\w+)\.weight +\| [\dx ]+ \| (\w+)", caplog.text)
+    adam = {"stem": "adam", "norm": "adam", "deep": "adam", "head": "adam"}
+    assert dict(routed) == adam | {"conv": "muon"}
 
 
 def fsdp2_pretrain(folder, stop=None, resume=False):

@@ -19,7 +19,9 @@ ELSEWHERE = {
     "dcp.load(": "tests/functional/long/test_first_days.py",
     "fully_shard_model(": "tests/unit/megatron_fsdp/test_layouts.py",
     "pretrain(...)": "scripts/pretrain_gpt.py is this script, whole",
-    "transformers": "tests/functional/test_other_trainers.py",
+    "MuonTrainer(": "tests/functional/test_other_trainers.py",
+    "torch.optim.lr_scheduler.Cosine": "tests/functional/test_other_trainers.py",
+    "def train(model, batches": "tests/functional/test_other_trainers.py",
     "lightning.": "tests/functional/test_other_trainers.py",
     "torchtitan": "tests/functional/test_other_trainers.py",
 }

@@ -17,7 +17,8 @@ from tests.unit.fsdp2.model import config, eager
 def built(model: nn.Module, **options: Any) -> tuple[dict[str, list[str]], list[str]]:
     """Return optimizer, weight decay and reason of each parameter, and what else is logged."""
     with listening() as lines:
-        build_optimizer(model, config(print_optimizer_routing=True), **options)
+        settings = options.pop("config", None) or config(print_optimizer_routing=True)
+        build_optimizer(model, settings, **options)
     (table,) = (line for line in lines if line.startswith("optimizer routing"))
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[3:]]
     return {row[0]: [row[2], row[5], row[6]] for row in rows}, [
@@ -147,4 +148,53 @@ def test_a_box_gets_its_line_beside_a_known_head():
     table, lines = built(model, output_layers=["classes", "boxes.layers.2"])
     assert table["boxes.layers.2.weight"][0] == "adam"
     assert table["boxes.layers.1.weight"][0] == "muon"
+    assert not lines
+
+
+class Images(nn.Module):
+    """A ViT's embedding of patches, or a convolutional net's stem, before other layers."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 16))
+        self.stem = nn.Conv2d(3, 16, 4, **options)
+        self.conv = nn.Conv2d(16, 16, 3)
+        self.head = nn.Linear(16, 10)
+
+
+def test_the_first_layer_gets_the_scalar_optimizer_if_it_is_a_convolution():
+    options = {"config": config(print_optimizer_routing=True, muon_convolutions=True)}
+    options["output_layers"] = ["head"]
+
+    def routed(model: nn.Module) -> tuple[dict[str, list[str]], list[str]]:
+        return built(model, **options)
+
+    table, (line,) = routed(Images())
+    assert table["stem.weight"] == ["adam", "0.1", "input layer"]
+    assert table["conv.weight"] == ["muon", "0.1", "matrix"]
+    assert line.startswith("stem.weight reads the input, so adam updates it.")
+    # also if it is frozen: the next one is still no input layer
+    model = Images()
+    model.stem.requires_grad_(False)
+    table, lines = routed(model)
+    assert table["conv.weight"][0] == "muon"
+    assert not lines
+    # the override that the line names
+    model = Images()
+    model.stem.weight.eopt_split = "whole"
+    table, lines = routed(model)
+    assert table["stem.weight"] == ["muon", "0.1", "matrix"]
+    assert not lines
+    # behind another layer
+    behind = nn.ModuleDict({"embedding": nn.Embedding(8, 16), "images": Images()})
+    table, lines = built(behind, **options | {"output_layers": ["*head"]})
+    assert table["images.stem.weight"][0] == "muon"
+    assert not lines
+
+
+def test_the_last_layer_of_a_sequential_model_gets_a_line():
+    layers = nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48)
+    _, (line,) = built(nn.Sequential(*layers))
+    assert line.startswith("2: looks like an output layer")
+    _, lines = built(nn.Sequential(*layers), output_layers=["2"])
     assert not lines
