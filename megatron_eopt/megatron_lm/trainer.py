@@ -3,9 +3,15 @@
 import argparse
 import dataclasses
 import inspect
+import os
+import shutil
+import subprocess
 from collections.abc import Callable
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.core import datasets
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_eopt import cpu
@@ -81,6 +87,7 @@ def validating_known_flags(
     These are both FSDPs and off-loading with optimizers other than Adam and SGD (FSDP is checked as
     for Adam), and QK-clip with local attention, whose logits we record.
     """
+    _check_helpers(Path(inspect.getfile(datasets)).parent)
     pretended: dict[str, Any] = {}
     is_ours = args.optimizer not in STANDARD_OPTIMIZERS
     if getattr(args, "use_megatron_fsdp", False):
@@ -103,6 +110,25 @@ def validating_known_flags(
     finally:
         # also after an error, which a caller may catch
         vars(args).update(asked)
+
+
+def _check_helpers(folder: Path) -> None:
+    """Raise an error before the start if a checkout could not compile its helpers of datasets.
+
+    The trainer would say so after all its flags, and end its processes without a reason.
+    """
+    compiled = (folder / f"helpers_cpp{suffix}" for suffix in EXTENSION_SUFFIXES)
+    if not (folder / "Makefile").exists() or any(path.exists() for path in compiled):
+        return
+    needed = ("make", os.environ.get("CXX", "g++"), "python3")
+    missing = [name for name in needed if shutil.which(name) is None]
+    asked = ["python3", "-m", "pybind11", "--includes"]
+    if "python3" not in missing and subprocess.run(asked, capture_output=True).returncode:
+        missing.append("pybind11")
+    if missing:
+        rule = f"compiles a part of megatron at its first start, for which {missing} is missing"
+        hint = "Install it: pip install pybind11 for the package, your system's for the tools"
+        raise ConfigurationError("Megatron-LM", str(folder), rule, hint)
 
 
 def _check_persistent_worker(args: argparse.Namespace) -> None:

@@ -1,14 +1,16 @@
 """The trainer's parser while we are installed."""
 
 import argparse
+import re
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Any
 
 import pytest
 
 from megatron_eopt import megatron_lm
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.megatron_lm.trainer import validating_known_flags
+from megatron_eopt.megatron_lm.trainer import _check_helpers, validating_known_flags
 from tests.harness import run_ranks
 
 TRAINERS = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 1".split()
@@ -160,3 +162,23 @@ def test_what_megatron_would_refuse_it_is_not_shown_but_keeps():
     expected = {**asked, "optimizer": "adam", **dict.fromkeys(hidden, False)}
     assert {name: shown[name] for name in asked} == expected
     assert {name: getattr(args, name) for name in asked} == asked
+
+
+def test_a_checkout_that_cannot_compile_its_helpers_is_refused_before_the_start(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    _check_helpers(tmp_path)  # no checkout: nothing to compile
+    (tmp_path / "Makefile").touch()
+    for name, status in (("make", 0), ("g++", 0), ("python3", 1)):
+        with pytest.raises(ConfigurationError, match=rf"'{re.escape(name)}'.* missing"):
+            _check_helpers(tmp_path)
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {status}\n")
+        (tmp_path / name).chmod(0o755)
+    with pytest.raises(ConfigurationError, match=r"\['pybind11'\] is missing"):
+        _check_helpers(tmp_path)
+    (tmp_path / "python3").write_text("#!/bin/sh\n")
+    _check_helpers(tmp_path)
+    (tmp_path / "python3").unlink()
+    (tmp_path / f"helpers_cpp{EXTENSION_SUFFIXES[0]}").touch()
+    _check_helpers(tmp_path)
