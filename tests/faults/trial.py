@@ -3,6 +3,7 @@
     python -m tests.faults                       # all, two at a time
     python -m tests.faults checkpoint routing    # of these rooms
     python -m tests.faults --match scale --jobs 1
+    python -m tests.faults --tests tests/unit/storage/test_resharding.py tests/unit/fsdp2
 
 Nothing is changed here. The result is a Markdown table, also written to ``--write FILE``.
 """
@@ -99,6 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--match", default="", help="only faults whose file or reason has this text"
     )
+    parser.add_argument(
+        "--tests", nargs="+", default=[""], help="only faults that tests in these files notice"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="faults tried at a time")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for a fault's tests")
     parser.add_argument("--write", type=Path, help="file to write the table to")
@@ -108,7 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [
         fault
         for fault in faults()
-        if fault.room in (given.rooms or rooms) and given.match in f"{fault.file} {fault.why}"
+        if fault.room in (given.rooms or rooms)
+        and given.match in f"{fault.file} {fault.why}"
+        and any(test.startswith(tuple(given.tests)) for test in fault.tests)
     ]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
         copies: queue.Queue[Path] = queue.Queue()

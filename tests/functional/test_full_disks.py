@@ -16,6 +16,7 @@ from megatron_eopt import checkpoints
 from tests.functional.long.test_kills_in_own_loops import LAST, LOOPS, NEW, OLD
 from tests.functional.script import losses, train
 from tests.harness import RankError, run_ranks
+from tests.harness.tiers import mostly_long
 
 PAGE = 4096
 
@@ -38,12 +39,12 @@ def fill(disk: Path, free: int) -> None:
     os.truncate(disk / "filler", max(0, (disk / "filler").stat().st_size - free))
 
 
-def saves(name: str, disk: Path) -> list[tuple[int, str, set[float]]]:
+def saves(name: str, disk: Path, every: int) -> list[tuple[int, str, set[float]]]:
     """Save with more and more free space; return the space, the error and what loads then."""
     loop, folder, found = LOOPS[name](), disk / "model", []
     folder.mkdir(exist_ok=True)
     loop.save(folder, OLD)
-    for free in range(0, 600_000, PAGE):
+    for free in range(0, 600_000, every * PAGE):
         if distributed.get_rank() == 0:
             fill(disk, free)
         distributed.barrier()
@@ -62,12 +63,13 @@ def saves(name: str, disk: Path) -> list[tuple[int, str, set[float]]]:
     return [*found, (0, "", loop.load(folder))]
 
 
+@pytest.mark.parametrize("every", mostly_long([1, 4], 4))
 @pytest.mark.parametrize("name", LOOPS)
-def test_it_is_named_on_all_ranks(disk, name):
-    first, second = run_ranks(2, saves, name, disk, cpu=name == "megatron", timeout=300)
+def test_it_is_named_on_all_ranks(disk, name, every):
+    first, second = run_ranks(2, saves, name, disk, every, cpu=name == "megatron", timeout=300)
     assert first == second
     *failed, done, last = first
-    assert len(failed) > 10
+    assert len(failed) * every > 10
     for free, error, loaded in failed:
         assert error.startswith(
             f"save='{disk}/model': cannot be saved, because its disk has no space"
@@ -77,7 +79,7 @@ def test_it_is_named_on_all_ranks(disk, name):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+@pytest.mark.parametrize("form", mostly_long(["torch_dist", "torch"], "torch_dist"))
 def test_the_trainer_names_it(disk, form):
     run = ["--optimizer", "muon", "--ckpt-format", form, "--save-interval", "2"]
     run += ["--save", str(disk), "--load", str(disk), "--override-opt_param-scheduler"]

@@ -3,12 +3,13 @@
 import pytest
 
 from tests.functional.script import losses, train
+from tests.harness.tiers import mostly_long
 
 FLAGS = "--use-distributed-optimizer --vocab-size 257".split()
 FLAGS += "--hidden-dropout 0 --attention-dropout 0".split()
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+@pytest.mark.parametrize("optimizer", mostly_long(["muon", "adam"], "muon"))
 def test_the_padding_and_the_state_go_along(tmp_path, optimizer):
     flags = [*FLAGS, "--optimizer", optimizer]
     whole = train(*flags, "--save", str(tmp_path), "--save-interval", "3")

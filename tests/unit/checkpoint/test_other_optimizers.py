@@ -130,7 +130,7 @@ def same(one: Any, other: Any) -> bool:
     ("ranks", "storage", "names"),
     [
         (1, REPLICATED, NAMES),
-        (2, {}, ("adam", "laprop", "muon", "sgd")),
+        pytest.param(2, {}, ("adam", "laprop", "muon", "sgd"), marks=pytest.mark.long),
         pytest.param(1, REPLICATED, NAMES + OTHERS, marks=pytest.mark.long),
         pytest.param(2, {}, NAMES + OTHERS, marks=pytest.mark.long),
     ],

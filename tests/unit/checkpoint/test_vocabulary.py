@@ -4,6 +4,7 @@ import math
 from argparse import Namespace
 
 import pytest
+import torch
 
 from megatron_eopt.checkpoint import vocabulary
 
@@ -26,11 +27,14 @@ def padded(tokens: int, args: Namespace, logging_enabled: bool = True) -> int:
         pytest.param(None, 257, 2, 128, 512, id="an unknown size"),
     ],
 )
-def test_padding_is_that_of_the_checkpoint(monkeypatch, saved, tokens, tensor, divisor, rows):
+def test_padding_is_that_of_the_checkpoint(tmp_path, saved, tokens, tensor, divisor, rows):
     written = Namespace(padded_vocab_size=saved, make_vocab_size_divisible_by=128)
-    found = {"first": None, "second": written}
-    monkeypatch.setattr(vocabulary, "_saved_args", lambda folder, _: found[folder])
-    folders = {"load": "first", "pretrained_checkpoint": "second"}
+    place = tmp_path / "second" / "iter_0000007"
+    place.mkdir(parents=True)
+    (place.parent / "latest_checkpointed_iteration.txt").write_text("7")
+    (place / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    torch.save({"args": written}, place / "common.pt")
+    folders = {"load": tmp_path / "first", "pretrained_checkpoint": tmp_path / "second"}
     run = Namespace(**folders, make_vocab_size_divisible_by=divisor, rank=0)
     run.tensor_model_parallel_size = tensor
     assert vocabulary.keeping_padding(padded)(tokens, run) == rows

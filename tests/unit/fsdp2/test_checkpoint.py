@@ -18,6 +18,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer, import_torch_muon
 from tests.functional.doc_commands import blocks
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import (
     MATRICES,
     Model,
@@ -25,7 +26,6 @@ from tests.unit.fsdp2.model import (
     cut,
     eager,
     far,
-    is_in_units,
     is_managed,
     make_model,
     named,
@@ -43,12 +43,12 @@ VARIANTS = ALL_VARIANTS | {
 }
 
 
-def variants_of(layout):
+NAMES = {
     # of the last two, the noise of rounding and what is drawn follow from the count of steps
-    further = ("adamuon", "int8", "fp8", "bf16 momentum", "psgd_pro")
-    if is_managed(layout) or is_in_units(layout):
-        further = ("adamw",)
-    return ("muon", "normuon", "soap", *further)
+    "all": ("muon", "normuon", "soap", "adamuon", "int8", "fp8", "bf16 momentum", "psgd_pro"),
+    "Muon and SOAP": ("muon", "soap"),
+    "four": ("muon", "normuon", "soap", "adamw"),
+}
 
 
 def whole_state(model, optimizer):
@@ -67,9 +67,9 @@ def step(model, optimizer, number):
 
 
 @eager
-def save(folder, layout):
+def save(folder, layout, names):
     wholes = {}
-    for name in variants_of(layout):
+    for name in NAMES[names]:
         model, optimizer = train(layout, VARIANTS[name], steps=3)
         optimizer.param_groups[0]["lr"] = 0.03
         state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -111,28 +111,35 @@ SAVED = {
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     @functools.cache
-    def once(framework: str) -> tuple[str, Any]:
+    def once(framework: str, names: str) -> tuple[str, Any]:
         layout, world = SAVED[framework]
         folder, cpu = str(tmp_path_factory.mktemp(framework)), framework != "torch"
-        return folder, run_ranks(world, save, folder, layout, cpu=cpu, timeout=120)
+        return folder, run_ranks(world, save, folder, layout, names, cpu=cpu, timeout=120)
 
     return once
 
 
+USUAL = [
+    ("torch", "plain", 1, "all"),
+    ("torch", "fsdp", 2, "all"),
+    ("megatron's replicas", "no_shard", 2, "Muon and SOAP"),
+    ("megatron's units", "units", 2, "Muon and SOAP"),
+]
+OTHERS = [
+    ("megatron", "optim", 2, "four"),
+    ("megatron", "optim_grads_params x 2", 4, "four"),
+    ("megatron's replicas", "no_shard", 2, "four"),
+    ("megatron's units", "units", 2, "four"),
+    ("megatron's units", "units x 2", 4, "four"),
+]
+
+
 @pytest.mark.parametrize(
-    ("framework", "layout", "world"),
-    [
-        ("torch", "plain", 1),
-        ("torch", "fsdp", 2),
-        ("megatron", "optim", 2),
-        pytest.param("megatron", "optim_grads_params x 2", 4, marks=pytest.mark.long),
-        ("megatron's replicas", "no_shard", 2),
-        ("megatron's units", "units", 2),
-        pytest.param("megatron's units", "units x 2", 4, marks=pytest.mark.long),
-    ],
+    ("framework", "layout", "world", "names"),
+    mostly_long([*USUAL, *OTHERS], *USUAL),
 )
-def test_state_loads_bit_equal_at_other_layouts(saved, framework, layout, world):
-    folder, by_rank = saved(framework)
+def test_state_loads_bit_equal_at_other_layouts(saved, framework, layout, world, names):
+    folder, by_rank = saved(framework, names)
     trained = {name: result[1] for name, result in by_rank[0].items()}
     if layout == "plain":
         loaded = [load(folder, "plain", trained)]

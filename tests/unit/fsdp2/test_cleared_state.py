@@ -1,6 +1,7 @@
 """``optimizer.state`` is the state: after it is cleared, the next step is that of a fresh start."""
 
 import copy
+import itertools
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from megatron_eopt.config.registry import optimizer_names
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import (
     config,
     eager,
@@ -144,16 +146,19 @@ def test_a_cleared_state_is_a_fresh_start(variant):
 
 
 OF_ALL_KINDS = ("muon", "normuon", "int8", "soap", "psgd_pro", "muon_hyperball", "adam", "scion")
+BY_ROWS_AND_BY_OWNERS = mostly_long(OF_ALL_KINDS, "muon", "soap")
 
 
-def test_on_shards():
-    assert not wrong(run_ranks(2, resets, "fsdp", OF_ALL_KINDS, WAYS, cpu=False, timeout=200))
+@pytest.mark.parametrize("variant", BY_ROWS_AND_BY_OWNERS)
+def test_on_shards(variant):
+    assert not wrong(run_ranks(2, resets, "fsdp", [variant], WAYS, cpu=False, timeout=200))
 
 
-def test_off_loaded():
+@pytest.mark.parametrize("variant", BY_ROWS_AND_BY_OWNERS)
+def test_off_loaded(variant):
     fields = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.6}
     offloaded = partial(resets, **fields)
-    assert not wrong(run_ranks(2, offloaded, "fsdp", OF_ALL_KINDS, WAYS[:3], cpu=True, timeout=200))
+    assert not wrong(run_ranks(2, offloaded, "fsdp", [variant], WAYS[:3], cpu=True, timeout=200))
 
 
 @pytest.mark.parametrize("variant", ["muon", "normuon", "soap", "psgd_pro", "muon_hyperball"])
@@ -235,8 +240,9 @@ def test_a_users_own_state_is_saved_and_loaded(variant):
     assert not users_keys("plain", [variant])
 
 
-def test_a_users_own_state_on_shards():
-    assert run_ranks(2, users_keys, "fsdp", ["muon", "int8", "soap", "adam"], cpu=False) == [[], []]
+@pytest.mark.parametrize("variant", mostly_long(["muon", "int8", "soap", "adam"], "muon", "soap"))
+def test_a_users_own_state_on_shards(variant):
+    assert run_ranks(2, users_keys, "fsdp", [variant], cpu=False) == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -303,18 +309,26 @@ def after_reset(run, variant, way):
 
 
 @eager
-def chain_resets(name):
+def chain_resets(name, variant):
     """Return the same for chains of Megatron's training loop."""
     return {
         (variant, way.__name__): after_reset(CHAINS[name], variant, way)[0]
-        for variant in (("muon",) if name == "overlap" else OF_ALL_KINDS)
         for way in (cleared, replaced, popped, deleted, assigned)
     }
 
 
-@pytest.mark.parametrize("name", CHAINS)
-def test_in_megatrons_loop(name):
-    assert not wrong(run_ranks(2, chain_resets, name, timeout=200))
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    mostly_long(
+        [("overlap", "muon"), *itertools.product(("replicated", "ZeRO-1"), OF_ALL_KINDS)],
+        ("overlap", "muon"),
+        ("replicated", "muon"),
+        ("ZeRO-1", "muon"),
+        ("ZeRO-1", "soap"),
+    ),
+)
+def test_in_megatrons_loop(name, variant):
+    assert not wrong(run_ranks(2, chain_resets, name, variant, timeout=200))
 
 
 EMBEDDING = {"vocabulary": 4096, "untied": False}
@@ -322,22 +336,22 @@ WHOLE = ("soap", "psgd_pro", "scion", "muon_hyperball")
 
 
 @eager
-def resets_of_owners():
+def resets_of_owners(variant):
     """Return the same where one of two ranks stores only a part of the embedding."""
     run, found, owners = replace(CHAINS["ZeRO-1"], model=EMBEDDING), {}, set()
-    for variant in WHOLE:
-        for way in (deleted, assigned):
-            found[variant, way.__name__], chain = after_reset(run, variant, way)
-            (child,) = chain.chained_optimizers
-            for rule in child.update_rules:
-                if rule.owned_state and not any(rule.numbered(child.groups_of(rule))):
-                    owners.add(variant)
+    for way in (deleted, assigned):
+        found[variant, way.__name__], chain = after_reset(run, variant, way)
+        (child,) = chain.chained_optimizers
+        for rule in child.update_rules:
+            if rule.owned_state and not any(rule.numbered(child.groups_of(rule))):
+                owners.add(variant)
     return found, owners
 
 
-def test_of_owners_that_store_none_of_their_matrices():
-    found, owners = zip(*run_ranks(2, resets_of_owners, timeout=200), strict=True)
-    assert {"soap", "psgd_pro"} <= set().union(*owners)
+@pytest.mark.parametrize("variant", mostly_long(WHOLE, "soap"))
+def test_of_owners_that_store_none_of_their_matrices(variant):
+    found, owners = zip(*run_ranks(2, resets_of_owners, variant, timeout=200), strict=True)
+    assert variant in set().union(*owners) or variant not in ("soap", "psgd_pro")
     assert not wrong(found)
 
 
@@ -351,24 +365,22 @@ def copied_state(optimizer):
 
 
 @eager
-def copies_of_state():
+def copies_of_state(variant):
     """Return how far steps with a copy of the state are from those with the state itself."""
-    run, found = CHAINS["ZeRO-1"], {}
-    for variant in OF_ALL_KINDS:
-        results = []
-        for way in (unchanged, copied_state):
-            chunk, optimizer = new_chain(run, variant)
-            chain_steps(run, optimizer, chunk, 0, STEPS)
-            for child in optimizer.chained_optimizers:
-                way(child.optimizer)
-            results.append(chain_steps(run, optimizer, chunk, STEPS))
-            forget_megatron()
-        found[variant] = far(*results)[0]
-    return found
+    run, results = CHAINS["ZeRO-1"], []
+    for way in (unchanged, copied_state):
+        chunk, optimizer = new_chain(run, variant)
+        chain_steps(run, optimizer, chunk, 0, STEPS)
+        for child in optimizer.chained_optimizers:
+            way(child.optimizer)
+        results.append(chain_steps(run, optimizer, chunk, STEPS))
+        forget_megatron()
+    return {variant: far(*results)[0]}
 
 
-def test_a_copy_of_the_state_is_the_state():
-    assert not wrong(run_ranks(2, copies_of_state, timeout=200))
+@pytest.mark.parametrize("variant", BY_ROWS_AND_BY_OWNERS)
+def test_a_copy_of_the_state_is_the_state(variant):
+    assert not wrong(run_ranks(2, copies_of_state, variant, timeout=200))
 
 
 LATE = {

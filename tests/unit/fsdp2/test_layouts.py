@@ -37,7 +37,8 @@ UNITS = ["muon", "normuon", "soap", "adamw"]
 # what one start of the ranks does: layouts with their optimizers
 CELLS = {
     "torch, 2": {"fsdp": VARIANTS},
-    "torch, 4": {"fsdp": MAIN, "hsdp": MAIN, "tp": MAIN},
+    "torch, 4": {"fsdp": MAIN, "hsdp": ["muon"], "tp": ["muon", "normuon"]},
+    "torch's others, 4": {"hsdp": MAIN[1:], "tp": MAIN[2:]},
     "megatron, 2": {
         "optim": ["muon"],
         "optim_grads": ["muon"],
@@ -50,11 +51,13 @@ CELLS = {
         "optim_grads_params x 2": ["bf16 momentum", "soap"],
     },
     "megatron's units, 2": {"one unit": VARIANTS, "units": VARIANTS},
-    "megatron's units, 3": {"one unit": MAIN, "units": UNITS},
-    "megatron's units, 4": {"one unit x 2": ["muon"], "units x 2": UNITS},
+    "megatron's units, 3": {"one unit": ["muon"], "units": ["muon", "soap"]},
+    "others in megatron's units, 3": {"one unit": MAIN[1:], "units": UNITS},
+    "megatron's units, 4": {"units x 2": ["muon"]},
+    "others in megatron's units, 4": {"one unit x 2": ["muon"], "units x 2": UNITS[1:]},
 }
 USUAL = ("torch, 4", "megatron's replicas, 4", "megatron's units, 3", "megatron's units, 4")
-"""Each framework once, and what it replicates; the others belong to the long tier."""
+"""Muon in each framework, and in what it replicates; of torch's, all optimizers once."""
 
 
 def train_all(cells):
@@ -75,7 +78,7 @@ def unsharded():
 )
 def test_shards_equal_one_process(cells, unsharded):
     start = weights(make_model())
-    cpu, world = not cells.startswith("torch"), int(cells[-1])
+    cpu, world = "torch" not in cells, int(cells[-1])
     for results in run_ranks(world, train_all, cells, cpu=cpu, timeout=280):
         for (layout, name), result in results.items():
             # owners may batch other matrices together, and batches may round differently

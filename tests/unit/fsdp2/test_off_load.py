@@ -1,6 +1,7 @@
 """Main weights and state in host memory under torch's FSDP2 and Megatron-FSDP."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from megatron_eopt.wrappers.memory import memory_of
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_fsdp2
+from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import (
     Model,
     config,
@@ -107,8 +109,9 @@ def megatrons(managed: bool) -> Loop:
     )
 
 
+OWN_FSDP2 = "own loop, FSDP2"
 LOOPS = {
-    "own loop, FSDP2": partial(own, "fsdp"),
+    OWN_FSDP2: partial(own, "fsdp"),
     "own loop, Megatron-FSDP": partial(own, "optim_grads_params"),
     "own loop, units of Megatron-FSDP": partial(own, "units"),
     "Megatron's loop, FSDP2": partial(megatrons, managed=False),
@@ -175,34 +178,37 @@ def trained(make, name, fractions):
 FRACTIONS = (0.5, 0.0, 1.0)
 
 
-def at_all_fractions(loop):
-    found = {}
-    for name in OPTIMIZERS:
-        expected, resident = trained(LOOPS[loop], name, (0.0, 0.0, 0.0))
-        tensors, memory = trained(LOOPS[loop], name, FRACTIONS)
-        same = all(torch.equal(*pair) for pair in zip(expected, tensors, strict=True))
-        found[name] = same, list(zip(FRACTIONS, resident, memory, strict=True))
-    return found
+def at_all_fractions(loop, name):
+    expected, resident = trained(LOOPS[loop], name, (0.0, 0.0, 0.0))
+    tensors, memory = trained(LOOPS[loop], name, FRACTIONS)
+    same = all(torch.equal(*pair) for pair in zip(expected, tensors, strict=True))
+    return same, list(zip(FRACTIONS, resident, memory, strict=True))
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_steps_and_loads_equal_those_of_a_resident_run(loop):
-    for found in run_ranks(2, at_all_fractions, loop, timeout=300):
-        for name, (same, used) in found.items():
-            assert same, name
-            for fraction, resident, memory in used:
-                kept = memory.state + memory.main_weights + memory.host
-                assert kept == resident.state + resident.main_weights
-                # float32 weights are the model's, and Megatron-FSDP keeps its main weights
-                mains = resident.main_weights if loop == "Megatron's loop, FSDP2" else 0
-                moved = resident.state + mains
-                # whole tensors are chosen
-                assert memory.host <= fraction * moved, name
-                assert bool(memory.host) == bool(fraction), name
-                if fraction == 1:
-                    assert memory.main_weights == resident.main_weights - mains
-                    # statistics of rows, and counters of steps, stay
-                    assert memory.host > 0.8 * moved, name
+@pytest.mark.parametrize(
+    ("loop", "name"),
+    mostly_long(
+        itertools.product(LOOPS, OPTIMIZERS),
+        *((OWN_FSDP2, name) for name in OPTIMIZERS),
+        *((loop, "muon") for loop in LOOPS),
+    ),
+)
+def test_steps_and_loads_equal_those_of_a_resident_run(loop, name):
+    for same, used in run_ranks(2, at_all_fractions, loop, name, timeout=300):
+        assert same
+        for fraction, resident, memory in used:
+            kept = memory.state + memory.main_weights + memory.host
+            assert kept == resident.state + resident.main_weights
+            # float32 weights are the model's, and Megatron-FSDP keeps its main weights
+            mains = resident.main_weights if loop == "Megatron's loop, FSDP2" else 0
+            moved = resident.state + mains
+            # whole tensors are chosen
+            assert memory.host <= fraction * moved
+            assert bool(memory.host) == bool(fraction)
+            if fraction == 1:
+                assert memory.main_weights == resident.main_weights - mains
+                # statistics of rows, and counters of steps, stay
+                assert memory.host > 0.8 * moved
 
 
 @eager

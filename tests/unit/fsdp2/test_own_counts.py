@@ -147,12 +147,18 @@ def check(name: str, layout: str, counts: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "others"),
-    [("fsdp", [("fsdp", 2), ("plain", 1)]), ("optim_grads_params", [("optim", 2)])],
+    ("layout", "names", "others"),
+    [
+        ("fsdp", [*SETTINGS], [("fsdp", 2), ("plain", 1)]),
+        ("optim_grads_params", ["NAMO"], [("optim", 2)]),
+        pytest.param(
+            "optim_grads_params", ["SOAP", "Adam"], [("optim", 2)], marks=pytest.mark.long
+        ),
+    ],
 )
-def test_own_loops_go_on_with_their_counts(tmp_path, layout, others):
+def test_own_loops_go_on_with_their_counts(tmp_path, layout, names, others):
     cpu = is_managed(layout)
-    first, _ = run_ranks(2, saved, tmp_path, layout, list(SETTINGS), cpu=cpu, timeout=200)
+    first, _ = run_ranks(2, saved, tmp_path, layout, names, cpu=cpu, timeout=200)
     for name, (counts, *_) in first.items():
         check(name, layout, counts)
     for other, world in others:

@@ -23,6 +23,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.matrices import qkv
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import config, cut, eager, far, set_gradients, weights
 from tests.unit.fsdp2.test_training import Network
 
@@ -162,7 +163,7 @@ def in_float32():
     return torch.tensor(losses)
 
 
-@pytest.mark.parametrize("layout", ["units", "units x 2"])
+@pytest.mark.parametrize("layout", mostly_long(["units", "units x 2"], "units"))
 def test_gradients_of_16_bits_and_weights_to_compute_with(layout):
     results = run_ranks(2, in_bf16, layout, timeout=120)
     for name in results[0]:

@@ -4,10 +4,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt.base import gpu
-from megatron_eopt.math import passes
-from megatron_eopt.optimizers.muon_rule import MuonRule
 from tests.harness import run_ranks
 from tests.unit.storage.full_state import Case, build, steps
 from tests.unit.storage.runs import weights
@@ -19,6 +18,8 @@ CASE = Case(
     ddp={"use_distributed_optimizer": True},
     config={"use_distributed_optimizer": True, "matrix_buffer_mb": 1 / 128},
 )
+
+PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 
 
 class Streams:
@@ -53,14 +54,17 @@ class Streams:
         patch.setattr(torch.cuda, "current_stream", lambda: Current(streams.current))
         patch.setattr(gpu, "is_there", lambda: True)
 
-    def note(self, patch, owner, name):
-        function = getattr(owner, name)
 
-        def call(*args, **kwargs):
-            self.events.append((self.current, name))
-            return function(*args, **kwargs)
+class Launches(TorchDispatchMode):
+    """Notes on which stream each operator is launched."""
 
-        patch.setattr(owner, name, call)
+    def __init__(self, streams):
+        super().__init__()
+        self._streams = streams
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._streams.events.append((self._streams.current, func._schema.name))
+        return func(*args, **(kwargs or {}))
 
 
 def trained(wanted):
@@ -69,15 +73,8 @@ def trained(wanted):
         streams = Streams(patch)
         chunk, optimizer = build(CASE)
         patch.setattr(gpu, "is_there", lambda: False)
-        for owner, name in (
-            (MuonRule, "_directions"),
-            (MuonRule, "_orthogonalize"),
-            (MuonRule, "_apply"),
-            (passes, "adam_"),
-        ):
-            streams.note(patch, owner, name)
-        patch.setattr("megatron_eopt.optimizers.element_wise.adam_", passes.adam_)
-        steps(CASE, chunk, optimizer, 0, 1)
+        with Launches(streams):
+            steps(CASE, chunk, optimizer, 0, 1)
     return streams.events, {
         name: value.clone() for name, (_, value) in weights(CASE.run, chunk).items()
     }
@@ -91,21 +88,22 @@ def test_passes_run_beside_products_in_the_bits_of_one_stream():
     (((alone, expected), (events, found)),) = run_ranks(1, both_ways)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert {place for place, *_ in alone} == {"main"}
-    work = [event for event in events if len(event) == 2]
-    of = {name: [place for place, what in work if what == name] for _, name in work}
-    waves = len(of["_orthogonalize"])
-    assert waves > 2
-    assert set(of["_orthogonalize"] + of["_apply"]) == {"main"}
-    (adams,), (directions,) = set(of["adam_"]), set(of["_directions"][1:])
-    assert of["_directions"][0] == "main"
-    assert "main" not in (adams, directions)
-    assert adams != directions
+    sides = {place for place, *_ in events} - {"main"}
+    # one for what is stepped element by element, one for the directions of the next wave
+    assert len(sides) == 2
+    fresh, running, beside = set(), set(), 0
+    for place, *what in events:
+        if what == ["waits for", "main"]:
+            fresh.add(place)
+        elif what[0] == "waits for":
+            running.discard(what[1])
+        elif place == "main":
+            fresh.clear()
+            beside += bool(running) and what[0] in PRODUCTS
+        else:
+            # what it reads has been launched before
+            assert place in fresh
+            running.add(place)
+    assert beside > 2
     # the step ends when all streams have
-    assert ("main", "waits for", adams) in events[-2:]
-    for place, event in enumerate(events):
-        if event == (directions, "_directions"):
-            # its stack is free, and it is computed after it has come
-            assert events[place - 1] == (directions, "waits for", "main")
-            rest = events[place + 1 :]
-            last = rest.index(("main", "waits for", directions))
-            assert ("main", "_orthogonalize") in rest[:last]
+    assert not running

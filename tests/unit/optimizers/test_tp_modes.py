@@ -43,21 +43,25 @@ NORMUON, NAMO, ADAMUON = (
 )
 
 
+MODES = ["duplicated", "exchange", "distributed", "auto"]
+IN_WAVES = {**NORMUON, "matrix_buffer_mb": 1e-3}  # of one matrix each
+
+
 @pytest.mark.parametrize(
-    ("size", "settings", "tolerance"),
+    ("size", "modes", "settings", "tolerance"),
     [
-        (2, {}, TOLERANCE),
-        pytest.param(4, {}, TOLERANCE, marks=pytest.mark.long),
-        pytest.param(2, NORMUON, TOLERANCE, marks=pytest.mark.long),
-        (2, {**NORMUON, "matrix_buffer_mb": 1e-3}, TOLERANCE),  # one matrix a wave
-        (2, NAMO, TOLERANCE),
+        (2, MODES, {}, TOLERANCE),
+        pytest.param(4, MODES, {}, TOLERANCE, marks=pytest.mark.long),
+        pytest.param(2, MODES, NORMUON, TOLERANCE, marks=pytest.mark.long),
+        (2, ["exchange"], IN_WAVES, TOLERANCE),
+        pytest.param(2, MODES, IN_WAVES, TOLERANCE, marks=pytest.mark.long),
+        (2, MODES, NAMO, TOLERANCE),
         # the smallest entries of its updates have the length of all others: 4e-6 are seen
-        (2, ADAMUON, 1e-5),
+        (2, MODES, ADAMUON, 1e-5),
     ],
-    ids=["2", "4", "NorMuon", "NorMuon in waves", "NAMO", "AdaMuon"],
+    ids=["2", "4", "NorMuon", "NorMuon in waves", "all in waves", "NAMO", "AdaMuon"],
 )
-def test_every_exact_mode_gives_what_one_process_gives(size, settings, tolerance):
-    modes = ["duplicated", "exchange", "distributed", "auto"]
+def test_every_exact_mode_gives_what_one_process_gives(size, modes, settings, tolerance):
     for by_mode in run_ranks(size, errors_of_modes, modes, settings):
         for (mode, number), compared in by_mode.items():
             for case, (error, _) in compared.items():

@@ -98,7 +98,12 @@ def mains_of(chunk: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("world", "parallel"),
-    [(2, {}), (2, {"tp": 2}), (2, {"gtp": 2}), pytest.param(4, {"gtp": 2, "tp": 2}, marks=LONG)],
+    [
+        (2, {}),
+        pytest.param(2, {"tp": 2}, marks=LONG),
+        pytest.param(2, {"gtp": 2}, marks=LONG),
+        pytest.param(4, {"gtp": 2, "tp": 2}, marks=LONG),
+    ],
     ids=["dp", "tp", "gtp", "gtp, tp"],
 )
 def test_weights_are_quantized_main_weights(tmp_path, mode, world, parallel):

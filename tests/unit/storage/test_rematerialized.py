@@ -16,6 +16,7 @@ from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers.gradients import GradNorm
 from tests.harness import run_ranks
 from tests.harness.collectives import counted
+from tests.harness.tiers import mostly_long
 from tests.unit.storage.full_state import Case, build, differences, resume, save_one, steps, write
 from tests.unit.storage.runs import (
     DENSE,
@@ -120,24 +121,31 @@ def cases_of(model: dict[str, Any], storage: dict[str, Any], names: list[str]) -
 
 type Layout = tuple[int, dict[str, int]]
 
+CUTS: dict[str, tuple[dict[str, Any], Layout, Layout]] = {
+    "padded": (PADDED, (2, {"gtp": 2}), (1, {})),
+    "tp": (DENSE, (4, {"gtp": 2, "tp": 2}), (2, {"tp": 2})),
+    "experts": (MOE, (4, {"gtp": 2, "expert_gtp": 2, "ep": 2}), (2, {"ep": 2})),
+}
 
-@pytest.mark.parametrize("storage", ["sharded", "replicated"])
+
 @pytest.mark.parametrize(
-    ("model", "cut", "other"),
+    ("where", "storage", "names"),
     [
-        pytest.param(PADDED, (2, {"gtp": 2}), (1, {}), id="padded"),
-        pytest.param(DENSE, (4, {"gtp": 2, "tp": 2}), (2, {"tp": 2}), id="tp"),
-        pytest.param(
-            MOE, (4, {"gtp": 2, "expert_gtp": 2, "ep": 2}), (2, {"ep": 2}), id="experts", marks=LONG
+        pytest.param("padded", "sharded", [*OPTIMIZERS], id="padded-sharded"),
+        pytest.param("tp", "sharded", ["muon", "muon exchange"], id="tp-sharded-Muon"),
+        pytest.param("tp", "replicated", ["muon"], id="tp-replicated-Muon"),
+        *(
+            pytest.param(where, storage, [*OPTIMIZERS], id=f"{where}-{storage}", marks=LONG)
+            for where, storage in product(CUTS, ("sharded", "replicated"))
+            if (where, storage) != ("padded", "sharded")
         ),
     ],
 )
-def test_a_cut_of_rows_changes_no_update(
-    tmp_path, storage: str, model: dict[str, Any], cut: Layout, other: Layout
-):
+def test_a_cut_of_rows_changes_no_update(tmp_path, where: str, storage: str, names: list[str]):
     """Five of ten steps with rows cut, and five at another layout, are those of one process."""
+    model, cut, other = CUTS[where]
     fields = REPLICATED if storage == "replicated" else {}
-    names = [name for name in OPTIMIZERS if storage == "sharded" or name != "soap"]
+    names = [name for name in names if storage == "sharded" or name != "soap"]
     cases = cases_of({**model, "layers": 1}, fields, names)
     references = run_ranks(1, alone, cases)[0]
     first, second = (
@@ -156,6 +164,10 @@ def test_a_cut_of_rows_changes_no_update(
 BF16 = {**DENSE, "layers": 1, "hidden": 64, "vocabulary": 64, "dtype": torch.bfloat16}
 UNCLIPPED = EXACT | {"clip_grad": 0.0}
 GOING_ON: dict[str, tuple[list[Case], list[tuple[int, dict[str, int]]]]] = {
+    "by rows and by owners": (
+        [Case("muon", BF16, config=UNCLIPPED), Case("soap", BF16)],
+        [(2, {"gtp": 2}), (4, {"gtp": 2, "tp": 2})],
+    ),
     "sharded": (
         [
             Case("muon", BF16, config=UNCLIPPED),
@@ -191,7 +203,7 @@ GOING_ON: dict[str, tuple[list[Case], list[tuple[int, dict[str, int]]]]] = {
 
 @pytest.mark.parametrize(
     "name",
-    ["sharded", "padded", *(pytest.param(n, marks=LONG) for n in ("replicated", "experts"))],
+    mostly_long(GOING_ON, "by rows and by owners", "padded"),
 )
 def test_state_goes_on_at_other_cuts(tmp_path, name):
     """Optimizer state is saved by the unsharded parameter, without padding rows."""

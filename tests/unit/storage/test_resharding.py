@@ -11,6 +11,7 @@ import torch
 from megatron_eopt import checkpoints
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 from tests.unit.storage.full_state import (
     Case,
     build,
@@ -88,7 +89,7 @@ def saved(tmp_path_factory):
         pytest.param("all optimizers", 4, {"tp": 4}, marks=pytest.mark.long),
         pytest.param("all optimizers", 4, {"tp": 2, "pp": 2}, marks=pytest.mark.long),
         pytest.param("all optimizers", 1, {}, marks=pytest.mark.long),
-        ("experts", 4, {"ep": 4}),
+        pytest.param("experts", 4, {"ep": 4}, marks=pytest.mark.long),
         pytest.param("experts", 1, {}, marks=pytest.mark.long),
     ],
 )
@@ -110,7 +111,7 @@ BY_BUCKET = [
     ("world", "fields"),
     [
         (2, {"parallel": {}}),
-        (2, REPLICATED),
+        pytest.param(2, REPLICATED, marks=pytest.mark.long),
         pytest.param(2, {"parallel": {"pp": 2}}, marks=pytest.mark.long),
         pytest.param(4, {"parallel": {"tp": 4}}, marks=pytest.mark.long),
     ],
@@ -133,19 +134,18 @@ def _without_mains(state: dict[str, Any]) -> dict[str, Any]:
 ONE_LAYER = {**SHARED_EXPERTS, "layers": 1}
 EXACT = {"muon_fp32_matmul_prec": "highest", "clip_grad": 0.0}
 BF16_MOMENTUM = EXACT | {"muon_momentum_dtype": "bf16"}
+THROUGH = [(2, {"parallel": {"tp": 2, "etp": 1}}), (4, INSTANCES), (2, {"parallel": {"etp": 2}})]
 ROUNDS: dict[str, tuple[list[Case], list[tuple[int, dict[str, Any]]]]] = {
     "sharded": (
         [
-            Case("muon", ONE_LAYER, config=EXACT),
             Case("muon", ONE_LAYER, config=BF16_MOMENTUM),
-            Case("adam", ONE_LAYER, config=EXACT),
             Case("psgd_pro", ONE_LAYER, config=EXACT),
         ],
-        [
-            (2, {"parallel": {"tp": 2, "etp": 1}}),
-            (4, INSTANCES),
-            (2, {"parallel": {"etp": 2}}),
-        ],
+        THROUGH,
+    ),
+    "sharded, others": (
+        [Case("muon", ONE_LAYER, config=EXACT), Case("adam", ONE_LAYER, config=EXACT)],
+        THROUGH,
     ),
     "replicated": (
         [
@@ -189,7 +189,7 @@ def one_further(
     return loaded, saved
 
 
-@pytest.mark.parametrize("name", ROUNDS)
+@pytest.mark.parametrize("name", mostly_long(ROUNDS, "sharded", "replicated"))
 def test_a_run_that_changes_its_layout_after_every_step_equals_one_process(tmp_path, name):
     """Loaded are the bits that were saved; noise of rounding and draws follow from the run."""
     cases, layouts = ROUNDS[name]

@@ -1,5 +1,6 @@
 """With spot checks, whatever one rank alone finds in its copy has the same outcome on all ranks."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -34,8 +35,12 @@ def faults_of(layout: str) -> list[Fault]:
     return [Fault(place, n % ranks, n, number) for n, (place, number) in enumerate(cases)]
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("layout", mostly_long(COPIES, "replicated", "instances"))
+@pytest.mark.parametrize(
+    ("layout", "late"),
+    mostly_long(
+        itertools.product(COPIES, (False, True)), ("replicated", True), ("instances", False)
+    ),
+)
 def test_all_ranks_do_the_same(layout, late):
     ranks, fields = COPIES[layout]
     faults = faults_of(layout)

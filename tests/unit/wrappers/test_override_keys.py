@@ -32,7 +32,7 @@ def jobs(storage: str) -> tuple[int, dict[str, Any]]:
     return 1 if storage == "plain" else 2, {"timeout": 300, "cpu": not own}
 
 
-@pytest.mark.parametrize("storage", mostly_long(STORAGES, "plain", "fsdp", "sharded"))
+@pytest.mark.parametrize("storage", mostly_long(STORAGES, "plain", "sharded"))
 def test_every_setting_changes_its_parameter_and_no_other(storage):
     wanted = cases(scheduled=storage in CHAINS)
     ranks, how = jobs(storage)
@@ -96,7 +96,7 @@ def test_one_rate_has_one_value():
             read_overrides({ParamKey(name="*"): {setting: 0.25, other: 0.5}})
 
 
-@pytest.mark.parametrize("storage", mostly_long(STORAGES, "fsdp", "sharded"))
+@pytest.mark.parametrize("storage", mostly_long(STORAGES, "sharded"))
 def test_every_optimizer_steps_after_torchs_newer_precision_setting(storage):
     wanted = [Case(name, None) for name in optimizer_names()]
     ranks, how = jobs(storage)

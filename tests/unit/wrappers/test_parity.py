@@ -66,9 +66,7 @@ CASES = {
 USUAL = (
     "muon, bf16 weights",
     "muon, two tensor-parallel ranks, blockwise",
-    "muon, experts on two ranks, lion",
     "adam, distributed, fp16",
-    "sgd",
 )
 
 

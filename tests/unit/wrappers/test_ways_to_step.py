@@ -17,6 +17,7 @@ from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import forward_backward, synthetic_batch, tiny_gpt, wrap_ddp
 from tests.harness.streams import LateStream, late_streams
+from tests.harness.tiers import mostly_long
 from tests.unit.storage.runs import NORMUON, OVERLAP, SHARDED
 
 LIMITS = (100.0, 100.0, 0.05, 100.0)
@@ -126,6 +127,6 @@ def differing(parallel: dict[str, int]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", mostly_long(WORLDS, 2))
 def test_every_way_to_step_has_the_bits_of_plain_steps(world):
     assert not [wrong for rank in run_ranks(world, differing, WORLDS[world]) for wrong in rank]
