@@ -31,6 +31,22 @@ _COMMON_STATE = "common_state/shard_0_1"
 RANK_FILE = "model_optim_rng.pt"
 """The trainer's file of a model-parallel rank in format ``torch``."""
 
+_OF_OTHERS = {
+    "trainer_state.json": (
+        "is a checkpoint of Hugging Face's Trainer",
+        "Pass it to the train() of a MuonTrainer as resume_from_checkpoint",
+    ),
+    "*.safetensors": (
+        "has weights of Hugging Face alone, without optimizer state",
+        "Convert them to Megatron's format, for example with Megatron-Bridge",
+    ),
+    "zero_to_fp32.py": (
+        "is a checkpoint of DeepSpeed",
+        "Convert its weights to Megatron's format; optimizer state starts fresh",
+    ),
+}
+"""Files that only other programs write, with what a folder is that has one, and what to do."""
+
 
 def form_of(folder: Path) -> str:
     """Return the format of a checkpoint: ``torch_dist``, ``torch`` or ``dcp``.
@@ -51,6 +67,9 @@ def form_of(folder: Path) -> str:
         return "torch"
     if (folder / METADATA).exists():
         return "dcp"
+    for pattern, said in _OF_OTHERS.items():
+        if next(folder.glob(pattern), None) is not None:
+            raise CheckpointError("checkpoint", str(folder), *said)
     rule = f"is no complete checkpoint: it has neither {METADATA} nor mp_rank_*/{RANK_FILE}"
     raise damaged(folder, rule)
 

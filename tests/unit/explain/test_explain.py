@@ -126,5 +126,12 @@ def test_folders_without_a_whole_checkpoint_are_refused(saved, tmp_path):
     refused(folder, r"\.metadata': cannot be read")
     refused(tmp_path / "nowhere", "is not a folder")
     refused(tmp_path, "is no complete checkpoint")
+    of_others = {"model.safetensors": "weights of Hugging Face", "zero_to_fp32.py": "of DeepSpeed"}
+    for name, words in (of_others | {"trainer_state.json": "of Hugging Face's Trainer"}).items():
+        (other := tmp_path / "checkpoint-10").mkdir()
+        (other / name).touch()
+        (other / "training_args.bin").touch()
+        refused(other, words)
+        shutil.rmtree(other)
     (tmp_path / TRACKER).write_text("3")
     refused(tmp_path, "iter_0000003, which does not exist")
