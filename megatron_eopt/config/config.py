@@ -6,8 +6,9 @@ has the recommended ones.
 
 import copy
 import dataclasses
+import difflib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from megatron.core.optimizer.optimizer_config import (
     AdamOptimizerConfig,  # noqa: F401  re-exported
@@ -15,6 +16,7 @@ from megatron.core.optimizer.optimizer_config import (
     SGDOptimizerConfig,  # noqa: F401
 )
 
+from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.base.names import (
     DEFAULT_MATRIX_BUFFER_MB,
     DEFAULT_MAX_RANKS_PER_MATRIX,
@@ -157,6 +159,18 @@ class EmergingOptimizerConfig(OptimizerConfig):
     log_optimizer_stats: bool = False
     """Measure weight and update sizes, orthogonality and times of steps. The trainer writes them to
     TensorBoard and W&B; in your own loop read ``optimizer.stats()`` on all ranks."""
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        """Raise a ConfigurationTypeError for a field that does not exist, naming similar ones."""
+        names = [field.name for field in dataclasses.fields(cls) if field.init]
+        for name, value in fields.items():
+            if name not in names:
+                near = " or ".join(difflib.get_close_matches(name, names, n=3))
+                hint = f"Did you mean {near}?" if near else "Leave it out"
+                rule = f"is not a field of {cls.__name__}"
+                raise ConfigurationTypeError(name, value, rule, hint)
+        made: Self = super().__new__(cls)
+        return made
 
 
 def default_values(whose: OptimizerDefaultsT) -> dict[str, Any]:

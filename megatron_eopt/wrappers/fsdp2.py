@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import is_rank_0, raise_together
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.base.names import MOMENTUM, OUTPUT_ATTRIBUTE, STANDARD_OPTIMIZERS
 from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.checkpoint.saved_groups import writers_of
@@ -104,6 +104,9 @@ def build_optimizer(
         patterns = read_value("output_layers", output_layers, _NAMES)
         return settings, find_output_layers(model, patterns)
 
+    if not isinstance(model, nn.Module):
+        rule, hint = "must be an nn.Module", "Pass the model itself, not its parameters"
+        raise ConfigurationTypeError("model", model, rule, hint)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # the root stays unsharded after a forward pass

@@ -1,10 +1,15 @@
 """What cannot be honoured is refused when the optimizer is built, with a way out."""
 
+import copy
+import pickle
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
@@ -70,3 +75,25 @@ def refusal_of_megatrons_tensor_parallelism():
 def test_a_mesh_without_the_tensor_parallel_dimension():
     for message in run_ranks(2, refusal_of_megatrons_tensor_parallelism):
         assert "lacks the 2 tensor-parallel ranks that cut dimension 0" in message
+
+
+@pytest.mark.parametrize(
+    "model", [make_model().parameters(), list(make_model().parameters()), None]
+)
+def test_parameters_in_place_of_the_model(model):
+    with pytest.raises(ConfigurationTypeError, match="Pass the model itself"):
+        build_optimizer(model, config("muon"))
+
+
+def test_a_misspelled_field_is_answered_with_similar_ones():
+    @dataclass
+    class Own(EmergingOptimizerConfig):
+        bounded_muon_limit: float = 0.1
+
+    cases = {"muon_momentun": "Did you mean muon_momentum", "wheight_decay": "weight_decay"}
+    for name, words in (cases | {"zebra": "Leave it out", "bounded_limit": "bounded_muon"}).items():
+        with pytest.raises(ConfigurationTypeError, match=rf"{name}=1 .*{words}"):
+            Own(**{name: 1})
+    found = copy.deepcopy(replace(Own(optimizer="muon", bounded_muon_limit=0.2), lr=1.0))
+    assert pickle.loads(pickle.dumps(EmergingOptimizerConfig(optimizer="soap"))).optimizer == "soap"
+    assert (found.optimizer, found.bounded_muon_limit, found.lr) == ("muon", 0.2, 1.0)
