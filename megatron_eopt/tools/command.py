@@ -36,7 +36,7 @@ from megatron_eopt.tools.plan.tables import (
     show_sweep,
 )
 from megatron_eopt.tools.rates import MODES, TP_MODES, Scale, carried, suggested, weights_of
-from megatron_eopt.tools.recipe import NAMES, Recipe, recipe
+from megatron_eopt.tools.recipe import NAMES, Recipe, name_of, recipe
 
 
 def gibibytes(text: str) -> float:
@@ -118,7 +118,7 @@ def command_parser(published: Recipe | None = None) -> argparse.ArgumentParser:
     text = "print the training flags of a published model, or list the models"
     made = commands.add_parser("recipe", help=text, description=f"{text.capitalize()}.")
     text = f"one of {', '.join(NAMES)}; leave it out to list them"
-    made.add_argument("name", nargs="?", type=str.lower, choices=NAMES, metavar="NAME", help=text)
+    made.add_argument("name", nargs="?", type=name_of, choices=NAMES, metavar="NAME", help=text)
     made.add_argument("--small", action="store_true", help="shrink the model for a test on a CPU")
     made.set_defaults(run=_recipe)
     text = "turn a learning rate between scale modes and tensor-parallel modes"
@@ -134,7 +134,7 @@ def command_parser(published: Recipe | None = None) -> argparse.ArgumentParser:
         rate.add_argument(f"--{side}-tp-mode", choices=TP_MODES, default="duplicated", help=cut)
     rate.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size")
     text = f"recipe whose weights are converted: {', '.join(NAMES)}"
-    rate.add_argument("--model", type=str.lower, choices=NAMES, metavar="NAME", help=text)
+    rate.add_argument("--model", type=name_of, choices=NAMES, metavar="NAME", help=text)
     add_flags(rate)
     rate.add_argument("--json", action="store_true", help="print JSON instead of a table")
     rate.set_defaults(run=_rate)
@@ -151,7 +151,7 @@ def _about(text: str) -> str:
 
 def _add_common(parser: argparse.ArgumentParser, published: Recipe | None) -> None:
     text = f"recipe to take the model from: {', '.join(NAMES)}"
-    parser.add_argument("--model", type=str.lower, choices=NAMES, metavar="NAME", help=text)
+    parser.add_argument("--model", type=name_of, choices=NAMES, metavar="NAME", help=text)
     add_flags(parser)
     gpus = parser.add_argument_group("GPU (defaults: its data sheet)")
     gpus.add_argument("--gpu", choices=MACHINES, default="H100", help="(default: H100)")

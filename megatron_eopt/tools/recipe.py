@@ -3,6 +3,7 @@
 Each recipe is a YAML file in the folder ``recipes``; docs/reference/recipes.md shows them all.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ _FOLDER = Path(__file__).with_name("recipes")
 
 NAMES = sorted(path.stem for path in _FOLDER.glob("[a-z]*.yaml"))
 """Names of all recipes."""
+
+_VARIANT = re.compile(r"-(base|instruct|chat|thinking)(-\d+)?$")
+"""End of a model's name at Hugging Face that does not change its shape."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,21 @@ def recipe(name: str) -> Recipe:
         lists = {key: base[key] + content.get(key, []) for key in ("published", "ours")}
         content = base | content | lists
     return Recipe(**content)
+
+
+def name_of(text: str) -> str:
+    """Return the name of :data:`NAMES` that a user means; ``text`` in lower case if there is none.
+
+    A model's name at Hugging Face, such as ``Qwen/Qwen3-30B-A3B``, also names its recipe.
+    """
+    wanted = _VARIANT.sub("", text.lower())
+    for name in NAMES:
+        pages = "".join(_read(name)["sources"].values()) if "/" in text else ""
+        # as in https://huggingface.co/Qwen/Qwen3-30B-A3B-Base/blob/main/config.json
+        shown = re.findall(r"huggingface\.co/([^/]+/[^/]+)", pages.lower())
+        if wanted in [_VARIANT.sub("", model) for model in shown]:
+            return name
+    return text.lower()
 
 
 def _read(name: str) -> dict[str, Any]:

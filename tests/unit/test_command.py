@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_eopt.tools.command import main
-from megatron_eopt.tools.recipe import NAMES, recipe
+from megatron_eopt.tools.recipe import NAMES, name_of, recipe
 from tests.harness import run_ranks
 
 SMALL = (
@@ -79,6 +79,18 @@ def test_plans_of_recipes_take_what_the_recipe_says():
     assert "no recipe" in unknown["taken"]["tokens"]
     # a smaller batch, a larger share
     assert few["share_of_iteration"] > 100 * pipeline["share_of_iteration"]
+
+
+def test_a_recipe_is_found_by_the_models_name_at_hugging_face():
+    names = {
+        "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
+        "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3-30b-a3b",
+        "deepseek-ai/DeepSeek-V3": "deepseek-v3",
+        "meta-llama/Llama-3.1-405B-Instruct": "llama-3-405b",
+        "Kimi-K2": "kimi-k2",
+        "Qwen/Qwen3-0.6B": "qwen/qwen3-0.6b",  # of which there is none
+    }
+    assert {name: name_of(name) for name in names} == names
 
 
 @pytest.mark.parametrize("name", NAMES)
