@@ -65,64 +65,64 @@ class Contents:
         return self.catalogue.shapes.get(self._keys.get(key_of(piece), ""))
 
     def find(
-        self, piece: Piece, own: str, kind: str, stacked: int, matrices: Sequence[MatrixPart]
+        self, piece: Piece, kind: str, saved_kind: str, stacked: int, matrices: Sequence[MatrixPart]
     ) -> Piece | None:
-        """Return a piece of the kind ``own`` as what reads ``kind``; None without all of it.
+        """Return what reads a piece from the checkpoint's ``saved_kind``; None without all of it.
 
         Args:
             piece: The piece, whose data is written to.
-            own: Its kind of state.
-            kind: The kind of state to read.
+            kind: Its kind of state.
+            saved_kind: The kind of state to read.
             stacked: The number of its leading dimensions that index layers or experts.
             matrices: The parameter's logical matrices, by whose keys state may be saved.
         """
         if not isinstance(piece, ShardedTensor):
             name = key_of(piece)
-            key = self._keys.get(name, "") if kind == own else ""
+            key = self._keys.get(name, "") if saved_kind == kind else ""
             # with the index in a chain, if the checkpoint's keys have one
             return replace(piece, key=key.removesuffix(name) + piece.key) if key else None
-        forms = self._forms(piece, own, kind, stacked, matrices)
+        forms = self._forms(piece, kind, saved_kind, stacked, matrices)
         return next((read for sources in forms if (read := assemble(piece, sources))), None)
 
     def _forms(
         self,
         piece: ShardedTensor,
-        own: str,
         kind: str,
+        saved_kind: str,
         stacked: int,
         matrices: Sequence[MatrixPart],
     ) -> Iterator[list[Source]]:
         """Yield the sources of the forms in which a checkpoint may have a piece's tensor."""
-        parameter = piece.key.removeprefix(state_key(own, ""))
+        parameter = piece.key.removeprefix(state_key(kind, ""))
         if parameter == piece.key:
             # state of one matrix, under its own key, or as a part of the parameter's
-            if kind == own:
+            if saved_kind == kind:
                 yield self._of_tensor(piece.key, piece)
             if not self._reads_boxes:
                 return
             yield [
                 Source(key, part.global_shape, part.box, part.global_offset)
                 for part in matrices
-                if part.key(own) == piece.key
-                for key in self._present(state_key(kind, part.parameter))
+                if part.key(kind) == piece.key
+                for key in self._present(state_key(saved_kind, part.parameter))
                 if self._shape(key) == part.global_shape
             ]
             return
-        yield self._of_tensor(state_key(kind, parameter), piece)
+        yield self._of_tensor(state_key(saved_kind, parameter), piece)
         if not self._reads_boxes:
             return
         if stacked:
-            yield self._of_layers(state_key(kind, parameter), piece, stacked)
+            yield self._of_layers(state_key(saved_kind, parameter), piece, stacked)
         yield [
             replace(source, key=key, global_shape=size)
             for source in self._boxes.get(parameter, ())
-            if (size := self.catalogue.shapes.get(key := f"{source.key}.{kind}"))
+            if (size := self.catalogue.shapes.get(key := f"{source.key}.{saved_kind}"))
         ]
         yield [
             Source(key, part.shape, Box(part.global_offset, part.size), part.box.offset)
             for part in matrices
             if part.parameter == parameter
-            for key in self._present(part.key(kind))
+            for key in self._present(part.key(saved_kind))
             if self._shape(key) == part.shape
         ]
 

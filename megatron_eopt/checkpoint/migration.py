@@ -10,7 +10,7 @@ from megatron_eopt.checkpoint.continuation import LoadReport, Note, Policy, Save
 from megatron_eopt.checkpoint.saved_state import StateValue
 
 
-def chosen(
+def choose(
     values: Sequence[StateValue], contents: Contents, policy: Policy, *, has_stepped: bool
 ) -> tuple[dict[int, StateValue], list[Note]]:
     """Return where each value is read from, by its index, and all differences from the checkpoint.

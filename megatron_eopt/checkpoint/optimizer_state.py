@@ -54,11 +54,11 @@ def requested(
     """
     prepare(storages, is_loading=is_loading)
     # a load takes counts from the checkpoint, a save needs those of all ranks
-    known = {} if is_loading else _known_counts(storages)
+    by_name = {} if is_loading else _counts_by_name(storages)
     numbered = [
         (number, rule) for number, storage in enumerate(storages) for rule in storage.update_rules
     ]
-    counts = None if is_loading else {rule: known[number, rule.name] for number, rule in numbered}
+    counts = None if is_loading else {rule: by_name[n, rule.name] for n, rule in numbered}
     if is_loading:
         raise_together(lambda: name_as_in_checkpoint(model_state))
     # only few checkpoints need it
@@ -83,7 +83,7 @@ def requested(
         ]
         if not storage.update_rules:
             # other pipeline stages have all parameters of these groups
-            count = max((c for (position, _), c in known.items() if position == number), default=-1)
+            count = max((c for (index, _), c in by_name.items() if index == number), default=-1)
             steps = [count] * len(storage.optimizer.param_groups)
         states.append(storage.common_state(steps, main))
     named = _params_of_groups(storages, model_state)
@@ -167,7 +167,7 @@ def prepare(storages: Sequence[Storage], *, is_loading: bool) -> None:
         (update_rule.allocate_for_load if is_loading else update_rule.init)(*work)
 
 
-def settle(storages: Sequence[Storage]) -> None:
+def pack_loaded(storages: Sequence[Storage]) -> None:
     """Convert loaded state to the form in which it is kept between steps; collective."""
     for update_rule, work in _groups_and_states(storages):
         update_rule.pack(*work)
@@ -182,7 +182,7 @@ def _groups_and_states(
                 yield update_rule, work
 
 
-def _known_counts(storages: Sequence[Storage]) -> dict[tuple[int, str], int]:
+def _counts_by_name(storages: Sequence[Storage]) -> dict[tuple[int, str], int]:
     """Return the step count of each update rule's state, -1 if it has none; collective.
 
     Keys are a position in the chain and a rule's name, because a rank may lack an update rule.
@@ -194,10 +194,10 @@ def _known_counts(storages: Sequence[Storage]) -> dict[tuple[int, str], int]:
             key = number, update_rule.name
             # several update rules of a storage may have the same name
             local[key] = max([*steps, local.get(key, -1)])
-    known: dict[tuple[int, str], int] = {}
+    largest: dict[tuple[int, str], int] = {}
     for counts in gather_objects(local):
-        known |= {key: max(count, known.get(key, -1)) for key, count in counts.items()}
-    return known
+        largest |= {key: max(count, largest.get(key, -1)) for key, count in counts.items()}
+    return largest
 
 
 def count_alike(storages: Sequence[Storage]) -> bool:

@@ -23,8 +23,8 @@ from megatron_eopt.checkpoint.optimizer_state import (
     PARAM_STATE,
     REQUESTS,
     load,
+    pack_loaded,
     requested,
-    settle,
 )
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.routing.plain_names import bare
@@ -83,7 +83,7 @@ def load_rank_file(
     log_notes(gather_unique(notes))
     loaded = {**catalogue.common, REQUESTS: requests, PARAM_STATE: {"values": values}}
     raise_together(lambda: load(storages, loaded))
-    settle(storages)
+    pack_loaded(storages)
 
 
 def _content(path: Path) -> tuple[Catalogue, dict[str, Any]]:

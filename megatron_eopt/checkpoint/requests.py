@@ -26,7 +26,7 @@ from megatron_eopt.checkpoint.continuation import (
     of_other_weights,
 )
 from megatron_eopt.checkpoint.keys import matrix_state_key
-from megatron_eopt.checkpoint.migration import chosen
+from megatron_eopt.checkpoint.migration import choose
 from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace, parameter_spaces
 from megatron_eopt.checkpoint.saved_groups import optimizer_of
 from megatron_eopt.checkpoint.sources import Source
@@ -127,7 +127,7 @@ class StateRequests:
         self._beside, self.common = {}, catalogue.bucket_common
         self._by_order = not catalogue.bucket_names
         contents = Contents(catalogue, self._optimizers)
-        self._chosen, notes = chosen(self._values, contents, policy, has_stepped=self._has_stepped)
+        self._chosen, notes = choose(self._values, contents, policy, has_stepped=self._has_stepped)
         self._update_param_state()
         return notes
 

@@ -156,9 +156,9 @@ def _fitting(group: Mapping[str, Any], keys: Collection[str]) -> tuple[str, ...]
     return tuple(
         name
         for name in writers_of(group)
-        if not (known := meanings_of(name).keys())
+        if not (own_keys := meanings_of(name).keys())
         # keys of nested state, and of a weight's matrices, are paths
-        or all(known & set(key.split("/")) for key in keys if not key.endswith(f"/{STEP}"))
+        or all(own_keys & set(key.split("/")) for key in keys if not key.endswith(f"/{STEP}"))
     )
 
 

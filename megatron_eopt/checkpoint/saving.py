@@ -43,7 +43,7 @@ def replacing_a_folder(original: Function, *values: Any, **kwargs: Any) -> Any:
     if folder in _later:
         require_upstream("maybe_finalize_async_save")(blocking=True)
     save = begin(folder)
-    with _in(save), collecting_errors() as errors:
+    with _during(save), collecting_errors() as errors:
         # an error may be on this rank alone, so that no collective may follow
         result = naming_full_disk(folder, lambda: original(*values, **kwargs))
     # a synchronous save; an asynchronous one has registered ``_finish_later``
@@ -53,7 +53,7 @@ def replacing_a_folder(original: Function, *values: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _in(save: Save) -> Iterator[None]:
+def _during(save: Save) -> Iterator[None]:
     """In a block, let the trainer write a copy of its tracker file: a full disk empties it."""
     from_rank_0(lambda: naming_full_disk(save.folder, lambda: _copy_tracker(save)))
     token = _saving.set(save)
@@ -101,7 +101,7 @@ def finishing_later(original: Function, request: Any) -> Any:
 
 def _finish_later(save: Save, steps: Sequence[Callable[[], Any]]) -> None:
     del _later[save.folder]
-    with _in(save):
+    with _during(save):
         save.finish_after(steps)
 
 

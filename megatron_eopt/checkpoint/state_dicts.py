@@ -303,7 +303,7 @@ def _with_settings(saved: Groups, groups: Groups) -> Groups:
     for saved_group, group in zip(saved, groups, strict=True):
         donor = saved_group
         if donor.keys() == {"params"}:
-            alike = (own for own in with_settings if optimizer_of(own) == optimizer_of(group))
+            alike = (g for g in with_settings if optimizer_of(g) == optimizer_of(group))
             donor = next(alike, with_settings[0])
         result.append({**donor, "params": saved_group["params"]})
     return result
@@ -377,12 +377,12 @@ def _unnamed(saved: Groups, problem: str) -> ConfigurationError:
     )
 
 
-def _another(saved: Groups, found: str, wanted: int) -> ConfigurationError:
+def _another(saved: Groups, has: str, wanted: int) -> ConfigurationError:
     if not all(map(is_identified, saved)):
-        return _unnamed(saved, f"it has {found}, and not {wanted}")
+        return _unnamed(saved, f"it has {has}, and not {wanted}")
     return ConfigurationError(
         "state_dict",
-        found,
+        has,
         f"does not match this rank, which needs {wanted} of them, with equal shapes",
         "Resume with the model, precision, optimizers and parallel layout of the run that wrote "
         "it, or from a torch_dist checkpoint",

@@ -105,7 +105,7 @@ class HostMemory:
         # a step that failed may have left outdated prefetches
         self._coming.clear()
         yield fetch_and_load, store_and_write_back
-        self.settle()
+        self.wait_for_write_back()
 
     def announce(self, params: Iterable[Tensor], state: Any) -> None:
         """Start to copy what will be fetched (prefetch)."""
@@ -154,7 +154,7 @@ class HostMemory:
                     value.record_stream(self._outward)
                 _put(param, path, home, state)
 
-    def settle(self) -> None:
+    def wait_for_write_back(self) -> None:
         """Wait until the host can read what was written back."""
         if self._outward is not None:
             self._outward.synchronize()
@@ -182,7 +182,7 @@ class HostMemory:
             self.announce(following, state)
             step(chunk)
             self.write_back(chunk, state)
-        self.settle()
+        self.wait_for_write_back()
 
     def _chunks(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
         found: dict[bool, list[Tensor]] = defaultdict(list)

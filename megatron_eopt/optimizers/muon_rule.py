@@ -248,7 +248,7 @@ class MuonRule(UpdateRule):
         found = self._momentum_update(stepped, momenta, self.optimizer.nesterov, self._dtype)
         if self.host is not None:
             self.host.write_back(params, state)
-            self.host.settle()
+            self.host.wait_for_write_back()
         return {n: self._input(n, found).to(self._dtype) for n in numbers}, momenta
 
     def compute_alone(self, engine: MatrixEngine, stack: Tensor, matrices: Sequence[int]) -> None:

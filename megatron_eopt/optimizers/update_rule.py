@@ -162,7 +162,7 @@ class UpdateRule:
         weights = settings.movable.intersection(params)
         self.host = HostMemory(params, weights, settings, self.is_sharded_like_param)
         self.host.write_back(params, state)
-        self.host.settle()
+        self.host.wait_for_write_back()
 
     def allocate_for_load(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create all state that is about to be loaded, in the form that checkpoints have."""

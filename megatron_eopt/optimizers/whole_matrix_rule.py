@@ -200,7 +200,7 @@ class WholeMatrixRule(UpdateRule):
         owned = settings.chosen(sizes)
         self.host = HostMemory([*weights, *owned], settings.movable.intersection(weights), settings)
         self.host.write_back(self.host.params, self.owned_state)
-        self.host.settle()
+        self.host.wait_for_write_back()
 
     def counts(self) -> Iterator[UnshardedState]:
         """Yield the step counters of the matrices that this rank owns."""

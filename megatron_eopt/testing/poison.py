@@ -42,9 +42,9 @@ class PoisonedHost(HostMemory):
             self._true[param] = [(home, home.clone()) for home in homes]
             _poison(homes)
 
-    def settle(self) -> None:
+    def wait_for_write_back(self) -> None:
         """Wait until the host can read what was written back."""
-        super().settle()
+        super().wait_for_write_back()
         if not self._in_step:
             self._restore(list(self._true))
 
@@ -55,7 +55,7 @@ class PoisonedHost(HostMemory):
             step(*args)
         finally:
             self._in_step = False
-            self.settle()
+            self.wait_for_write_back()
 
     def _restore(self, params: Iterable[Tensor]) -> None:
         for param in params:

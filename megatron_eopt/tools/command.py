@@ -183,22 +183,19 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def _sources(arguments: argparse.Namespace, architecture: Architecture) -> Sources:
     """Return the tokens of a step, and where they and the optimizer's settings come from."""
-    if arguments.tokens is not None:
-        check_integer("--tokens", arguments.tokens)
     published = recipe(arguments.model) if arguments.model else None
     flags = published.flags if published else {}
     batch, length = flags.get("global-batch-size"), architecture.seq_length
     where = f"recipe {arguments.model}"
     if arguments.tokens is not None:
+        check_integer("--tokens", arguments.tokens)
         tokens, source = arguments.tokens, "--tokens"
     elif batch is not None:
         tokens, source = batch * length, f"{batch:,} sequences of {length:,}, {where}"
+        source += " with your --seq-length" if arguments.seq_length is not None else ""
     else:
         text = "no batch size was published" if published else "no recipe"
         tokens, source = _TOKENS, f"the default, since {text}"
-    changed = [name for name in ("seq_length",) if vars(arguments)[name] is not None]
-    if batch is not None and changed and arguments.tokens is None:
-        source += " with your --seq-length"
     settings = published.optimizer_settings if published else {}
     of_recipe = ", ".join(f"{n} {v}" for n, v in settings.items() if vars(arguments)[n] == v)
     left_out = [text for flag, text in LEFT_OUT.items() if flags.get(flag)]

@@ -398,14 +398,14 @@ class OptimizerChain(ChainedOptimizer):
         if self._overlap is not None:
             self._overlap.forget()
         finish_gathers(self.model_chunks)
-        self._take_over(state_dict)
-        optimizer_state.settle(self.chained_optimizers)
+        self._check_and_load(state_dict)
+        optimizer_state.pack_loaded(self.chained_optimizers)
         # main weights decide: without copies, each rank has loaded its part of the model's weights
         # only, and megatron-core's own state of rematerialized gate and up fits one size of group
         if self.is_sharded or self.settings.half is not None:
             self.quantize_and_sync_model_params_from_main_params()
 
-    def _take_over(self, state: Any) -> None:
+    def _check_and_load(self, state: Any) -> None:
         # all ranks check before any rank writes, so that a load that fails changes nothing
         raise_together(lambda: check_state_dict(state))
         if optimizer_state.REQUESTS in state:
@@ -459,7 +459,7 @@ class OptimizerChain(ChainedOptimizer):
             raise_together(lambda: self._check_buffers(filename))
         optimizer_state.prepare(self.chained_optimizers, is_loading=True)
         super().load_parameter_state(filename, update_legacy_format=update_legacy_format)
-        optimizer_state.settle(self.chained_optimizers)
+        optimizer_state.pack_loaded(self.chained_optimizers)
 
     def _check_buffers(self, filename: str) -> None:
         """Raise a ConfigurationError if a file has the state of other parameters."""

@@ -148,14 +148,14 @@ def get_megatron_optimizer(
     arguments = {n: arguments_of(n, settings, model_chunks, context.collection) for n in emerging}
     groups = (getattr(context.collection, name, None) for name in _OF_PARTS)
     log_differences(settings, arguments, is_cut=any(get_pg_size(group) > 1 for group in groups))
-    _take_over(optimizer, routing.names)
+    _register_owner(optimizer, routing.names)
     if folder is not None:
         with megatron_fsdp.whole_parameters(model_chunks):
             _dump(routing.groups, model_chunks, str(folder))
     return optimizer
 
 
-def _take_over(optimizer: Any, params: Iterable[Tensor]) -> None:
+def _register_owner(optimizer: Any, params: Iterable[Tensor]) -> None:
     """Register an optimizer as the owner of its parameters; collective over the world.
 
     It gets a ``number``, in the order of creation. Earlier owners of any of these parameters become

@@ -277,7 +277,7 @@ class MegatronFSDPChain(OptimizerChain):
         """Load what was read into :meth:`sharded_state_dict`, or a state dict; collective."""
         if isinstance(state_dict, Mapping) and BY_PARAMETER in state_dict:
             fsdp_dtensor.load(self.chained_optimizers[0], state_dict)
-            optimizer_state.settle(self.chained_optimizers)
+            optimizer_state.pack_loaded(self.chained_optimizers)
         else:
             super().load_state_dict(state_dict)
         self.gather_params(now=True)
