@@ -212,16 +212,6 @@ def log_notes(notes: Iterable[Note]) -> None:
             log_single_rank(logger, logging.WARNING, line)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The state of one parameter that a load asks for."""
-
-    name: str  # the parameter's
-    reader: Reader  # its optimizer
-    keys: frozenset[str]  # keys of its state, without main weights and the step count
-    spare: frozenset[str] = frozenset()  # keys that a checkpoint may lack
-
-
 class LoadReport:
     """Decides about parameters, and collects notes for the log, or one error; Note [Outcomes]."""
 
@@ -234,18 +224,24 @@ class LoadReport:
 
     def decide(
         self,
-        wanted: Wanted,
+        name: str,
+        reader: Reader,
+        keys: Collection[str],
         saved: SavedState,
         misfit: Callable[[str, str], str | None] = lambda key, other: None,
+        spare: frozenset[str] = frozenset(),
     ) -> Continuation:
         """Return where each value of a parameter's state comes from.
 
         Args:
-            wanted: What is loaded.
+            name: The parameter's.
+            reader: Its optimizer.
+            keys: Keys of its state, without main weights and the step count.
             saved: What the checkpoint has of the parameter.
             misfit: Called as ``(key, saved_key)``; why the saved value cannot be loaded, or None.
+            spare: Keys that a checkpoint may lack.
         """
-        name, problems = wanted.name, dict[str, str]()
+        problems: dict[str, str] = {}
 
         def fits(key: str, other: str) -> bool:
             problem = misfit(key, other)
@@ -253,18 +249,18 @@ class LoadReport:
                 problems[key] = problem
             return problem is None
 
-        decided = continuation_of(wanted.keys, wanted.reader, saved, self._policy, fits)
+        decided = continuation_of(keys, reader, saved, self._policy, fits)
         # what a checkpoint may lack must fit if it is there
-        decided = replace(decided, missing=decided.missing - (wanted.spare - problems.keys()))
+        decided = replace(decided, missing=decided.missing - (spare - problems.keys()))
         has = ", ".join(sorted(saved.keys)) or "none"
         self._missing += [(name, key, problems.get(key, "")) for key in sorted(decided.missing)]
-        if decided.missing and saved.keys and saved.is_anothers(wanted.reader):
+        if decided.missing and saved.keys and saved.is_anothers(reader):
             self._reasons[f"{has} are {saved.writer}'s"] = None
-            if (reader := wanted.reader.name) in saved.optimizers:
-                self._reasons[f"set 'optimizer': {reader!r} in its group if that is so"] = None
+            if reader.name in saved.optimizers:
+                self._reasons[f"set 'optimizer': {reader.name!r} in its group if that is so"] = None
         self._fresh += [f"{name}: {key}" for key in sorted(decided.fresh)]
         for key in sorted(decided.fresh):
-            is_theirs = key in saved.keys and not _candidates(key, wanted.reader, saved, Policy())
+            is_theirs = key in saved.keys and not _candidates(key, reader, saved, Policy())
             whose = f" of {saved.writer}" if is_theirs else ""
             self.note(f"{key} starts fresh (the checkpoint has: {has}{whose})", name)
         for key, origin in sorted(decided.origins.items()):

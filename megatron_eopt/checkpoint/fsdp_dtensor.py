@@ -25,7 +25,6 @@ from megatron_eopt.checkpoint.continuation import (
     Note,
     Policy,
     Reader,
-    Wanted,
     log_notes,
 )
 from megatron_eopt.checkpoint.optimizer_state import prepare
@@ -165,7 +164,7 @@ def match(
         saved = state_in([settings], kinds - MAINS - {STEP}, reader.name)
         keys = frozenset(asked - MAINS - {STEP})
         misfit = functools.partial(_misfit, parts)
-        outcome = decided[name] = report.decide(Wanted(name, reader, keys, spare), saved, misfit)
+        outcome = decided[name] = report.decide(name, reader, keys, saved, misfit, spare)
         # megatron-core has no count beside a momentum
         if STEP in asked - kinds - settings.keys() and outcome.origins.keys() - {MOMENTUM}:
             report.lack(name, STEP)

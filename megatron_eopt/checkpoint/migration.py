@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint.contents import Contents
-from megatron_eopt.checkpoint.continuation import LoadReport, Note, Policy, SavedState, Wanted
+from megatron_eopt.checkpoint.continuation import LoadReport, Note, Policy, SavedState
 from megatron_eopt.checkpoint.saved_state import StateValue
 
 
@@ -54,7 +54,7 @@ def _sources_of(
 
     # step counts may be missing, because the checkpoint also has one for all parameters
     keys = frozenset(value.kind for value in values.values()) - MAINS - {STEP}
-    decided = report.decide(Wanted(where.space.name, where.reader, keys), saved, misfit)
+    decided = report.decide(where.space.name, where.reader, keys, saved, misfit)
     for index, value in values.items():
         if value.kind in MAINS:
             # storages call main weights differently (``base/names.py``), and each reads the

@@ -22,7 +22,6 @@ from megatron_eopt.checkpoint.continuation import (
     Policy,
     Reader,
     SavedState,
-    Wanted,
     log_notes,
 )
 from megatron_eopt.checkpoint.saved_groups import (
@@ -52,7 +51,10 @@ class Target:
     """A parameter whose state is loaded."""
 
     param: Tensor
-    wanted: Wanted
+    name: str
+    reader: Reader  # its optimizer
+    keys: frozenset[str]  # of its state, without the step count
+    spare: frozenset[str]  # keys that a checkpoint may lack
     counts: bool  # whether its state has a step count
 
 
@@ -71,8 +73,8 @@ def targets_of(
             rule = rule_of[param]
             reader = Reader.of(rule.name, group)
             keys = frozenset(key for key in state[param] if not is_users(reader.name, key))
-            wanted = Wanted(name, reader, keys - {STEP, MOMENTUM_SCALE}, rule.optional_state)
-            targets[-1].append(Target(param, wanted, STEP in keys))
+            wanted, spare = keys - {STEP, MOMENTUM_SCALE}, rule.optional_state
+            targets[-1].append(Target(param, name, reader, wanted, spare, STEP in keys))
     return targets
 
 
@@ -175,7 +177,7 @@ class StateDictMatch:
         saved_numbers = {name: number for number, name in (given or {}).items()}
         if given is None and is_named:
             saved_numbers = {number: number for number in self._group_of}
-        matched = match_names((target.wanted.name for target in self._targets), saved_numbers)
+        matched = match_names((target.name for target in self._targets), saved_numbers)
         if given is not None or not self._targets or matched:
             self._numbers = {name: saved_numbers[other] for name, other in matched.items()}
         elif is_named:
@@ -186,7 +188,7 @@ class StateDictMatch:
             self._unnamed = () if all(map(is_identified, saved)) else saved
             self._numbers = _by_order(saved, order, targets)
             for index, of_group in zip(order, targets, strict=True):
-                if not has_names(saved[index], (t.wanted.name for t in of_group)):
+                if not has_names(saved[index], (t.name for t in of_group)):
                     raise _of_others(saved[index])
             text = "the state dict does not name its parameters: they are matched by order"
             log_single_rank(logger, logging.INFO, text)
@@ -198,7 +200,7 @@ class StateDictMatch:
             for group in saved
         ]
         self.members = {
-            identity_of(group): [target.wanted.name for target in of_group]
+            identity_of(group): [target.name for target in of_group]
             for group, of_group in zip(groups, targets, strict=True)
         }
         twins = [find_group(group, named, self.members) for group in groups]
@@ -240,10 +242,10 @@ class StateDictMatch:
         loads: dict[Tensor, Loaded] = {}
         report = LoadReport(policy)
         for target in self._targets:
-            wanted = target.wanted
-            number = self.number_of(wanted.name)
-            values = _by_path(self._state.get(number, {}), wanted.keys)
-            saved = self._saved_state(number, values.keys() - {STEP}, wanted.reader.name)
+            name, reader, keys = target.name, target.reader, target.keys
+            number = self.number_of(name)
+            values = _by_path(self._state.get(number, {}), keys)
+            saved = self._saved_state(number, values.keys() - {STEP}, reader.name)
 
             def misfit(
                 key: str, other: str, target: Target = target, values: Any = values
@@ -253,11 +255,11 @@ class StateDictMatch:
                 problem = problem_with(target, key, values[other])
                 if problem and self._unnamed:
                     # what fits may then be another parameter's, too
-                    raise _unnamed(self._unnamed, f"{target.wanted.name}: {key} {problem}")
+                    raise _unnamed(self._unnamed, f"{target.name}: {key} {problem}")
                 return problem
 
             writers = saved.optimizers
-            outcome = report.decide(wanted, saved, misfit)
+            outcome = report.decide(name, reader, keys, saved, misfit, target.spare)
             taken = {key: values[origin.key] for key, origin in outcome.origins.items()}
             # moments and their count belong together
             if target.counts and not outcome.fresh:
@@ -266,15 +268,15 @@ class StateDictMatch:
                 if STEP in counted:
                     taken[STEP] = counted[STEP]
                     # other optimizers count in other types
-                    is_anothers = saved.is_anothers(wanted.reader)
+                    is_anothers = saved.is_anothers(reader)
                     if not is_anothers and (problem := problem_with(target, STEP, taken[STEP])):
-                        report.lack(wanted.name, STEP, problem)
-                elif taken and STEP not in wanted.spare:
-                    report.lack(wanted.name, STEP)
+                        report.lack(name, STEP, problem)
+                elif taken and STEP not in target.spare:
+                    report.lack(name, STEP)
             of_user = {
                 key: value
                 for key, value in values.items()
-                if key not in wanted.keys and all(is_users(name, key) for name in writers)
+                if key not in keys and all(is_users(writer, key) for writer in writers)
             }
             loads[target.param] = Loaded.by(outcome, taken, of_user if writers else {})
         report.refuse("state_dict", has_stepped=has_stepped)
@@ -329,7 +331,7 @@ def _by_order(
         numbers = saved[index]["params"] if index < len(saved) else []
         if len(numbers) != len(of_group):
             raise _another(saved, f"{len(numbers)} parameters of a group", len(of_group))
-        number_of |= {target.wanted.name: n for target, n in zip(of_group, numbers, strict=True)}
+        number_of |= {target.name: n for target, n in zip(of_group, numbers, strict=True)}
     return number_of
 
 

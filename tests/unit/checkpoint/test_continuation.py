@@ -11,7 +11,6 @@ from megatron_eopt.checkpoint.continuation import (
     Policy,
     Reader,
     SavedState,
-    Wanted,
     continuation_of,
 )
 
@@ -62,8 +61,7 @@ def test_another_optimizers_state_starts_fresh_unless_the_optimizer_has_stepped(
     continuation = continuation_of({"momentum_buffer"}, reader, its, Policy())
     assert continuation.fresh == {"momentum_buffer"}
     report = LoadReport(Policy())
-    wanted = Wanted("w", reader, frozenset({"momentum_buffer"}))
-    assert report.decide(wanted, its) == continuation
+    assert report.decide("w", reader, {"momentum_buffer"}, its) == continuation
     report.refuse("state_dict", has_stepped=False)
     text = "momentum_buffer starts fresh (the checkpoint has: exp_avg, exp_avg_sq)"
     assert report.notes == [Note(text, "w")]
