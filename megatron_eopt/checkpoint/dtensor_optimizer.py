@@ -27,10 +27,11 @@ from megatron_eopt.checkpoint.state_dicts import (
 from megatron_eopt.checkpoint.whole_matrix_state import WholeMatrixState
 from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.math.precision import matmul_precision
+from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.lending import keep
 from megatron_eopt.optimizers.sharded_optimizer import Served, ShardedOptimizer
 from megatron_eopt.optimizers.step_checks import StepChecks
-from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule, check_may_step, set_step
+from megatron_eopt.optimizers.update_rule import ParamGroup, check_may_step, set_step
 from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.storage.local_tensors import is_in_a_bucket, is_uneven, local_of, part_of
@@ -70,31 +71,18 @@ class DTensorOptimizer(ShardedOptimizer):
         self.policy = Policy()
         # shapes of the state that owners keep, by parameter and name; None for a number
         self._shapes: dict[Tensor, dict[str, tuple[int, ...] | None]] = {}
-        # keys that stand for that state, in the order of shards
-        self._stands: dict[UpdateRule, list[frozenset[str]]] = {}
         super().__init__(groups, served, params)
         self.init_state()
         raise_together(self.refuse_faults)
-        self._owned: dict[UpdateRule, WholeMatrixState] = {
-            update_rule: WholeMatrixState(update_rule, local_of(update_rule.params[0]).device)
-            for update_rule in self.update_rules
-            if isinstance(update_rule, WholeMatrixRule)
+        self._owned: dict[AssignedRule, WholeMatrixState] = {
+            item: WholeMatrixState(item.rule, local_of(item.rule.params[0]).device)
+            for item in self.assigned
+            if isinstance(item.rule, WholeMatrixRule)
         }
-        for update_rule, owned in self._owned.items():
-            with self.groups_and_state(update_rule) as (groups_of, state):
+        for item, owned in self._owned.items():
+            with item.groups_and_state() as (groups_of, state):
                 entries = owned.entries(groups_of, state)
-            self._stand_for(update_rule, [[entry.name for entry in its] for its in entries])
-
-    def _cleared(self, update_rule: UpdateRule) -> Sequence[int]:
-        """Return the shards whose parameters have no keys left that stand for owners' state."""
-        cleared = []
-        stands = zip(update_rule.params, self._stands.get(update_rule, ()), strict=False)
-        for number, (param, names) in enumerate(stands):
-            kept = self.state[param]
-            if names and names.isdisjoint(kept):
-                cleared.append(number)
-                kept.update(dict.fromkeys(names))
-        return cleared
+            self._stand_for(item, [[entry.name for entry in its] for its in entries])
 
     def _step(self) -> None:
         check_may_step(self)
@@ -125,19 +113,19 @@ class DTensorOptimizer(ShardedOptimizer):
             ConfigurationError: On all ranks, if an owner's state cannot be restored.
         """
         self._agree_on_counts()
-        published: dict[UpdateRule, list[dict[str, Any]]] = {}
-        for update_rule, owned in self._owned.items():
-            with self.groups_and_state(update_rule) as (groups, state):
-                published[update_rule] = owned.publish(groups, state)
-        for update_rule, found in published.items():
-            for param, found_of in zip(update_rule.params, found, strict=True):
+        published: dict[AssignedRule, list[dict[str, Any]]] = {}
+        for item, owned in self._owned.items():
+            with item.groups_and_state() as (groups, state):
+                published[item] = owned.publish(groups, state)
+        for item, found in published.items():
+            for param, found_of in zip(item.rule.params, found, strict=True):
                 self.state[param].update(found_of)
         kept = self._show_as_saved()
         result = super().state_dict()
         self.state.update(kept)
-        for update_rule, found in published.items():
+        for item, found in published.items():
             # only owners keep the values, and the result keeps the dictionaries replaced here
-            self._stand_for(update_rule, found)
+            self._stand_for(item, found)
         names = [[self.names[param] for param in group["params"]] for group in self.param_groups]
         return named(result, names)
 
@@ -186,16 +174,16 @@ class DTensorOptimizer(ShardedOptimizer):
 
     def allocate_for_load(self) -> None:
         """Create all state that can be loaded, before :meth:`checked`; collective."""
-        for update_rule in self.update_rules:
-            owned = self._owned.get(update_rule)
-            with self.groups_and_state(update_rule) as (groups, state):
+        for item in self.assigned:
+            update_rule, owned = item.rule, self._owned.get(item)
+            with item.groups_and_state() as (groups, state):
                 # Rounded momentum has another form in state dicts. `take` creates that one, once no
                 # check can fail any more.
                 if getattr(update_rule, "rounding", None) is None:
                     update_rule.allocate_for_load(groups, state)
                 entries = [] if owned is None else owned.entries(groups, state)
             if owned is not None:
-                self._stand_for(update_rule, [[entry.name for entry in its] for its in entries])
+                self._stand_for(item, [[entry.name for entry in its] for its in entries])
             for param, its in zip(update_rule.params, entries, strict=False):
                 self._shapes[param] = {entry.name: entry.shape for entry in its}
 
@@ -215,27 +203,28 @@ class DTensorOptimizer(ShardedOptimizer):
 
     def take(self, loaded: Mapping[Tensor, Loaded]) -> None:
         """Load what :meth:`checked` returned; collective."""
-        for update_rule in self.update_rules:
-            for param in () if update_rule in self._owned else update_rule.params:
+        for item in self.assigned:
+            update_rule, owned = item.rule, self._owned.get(item)
+            for param in update_rule.params if owned is None else ():
                 if loaded[param].starts_fresh:
                     # torch's distributed checkpoints may have been loaded in place
                     name = name_of_class(update_rule.name)
                     kept = {k: v for k, v in self.state[param].items() if is_users(name, k)}
                     self.state[param] = kept
-            with self.groups_and_state(update_rule) as (groups, state):
+            with item.groups_and_state() as (groups, state):
                 update_rule.allocate_for_load(groups, state)
-                if update_rule in self._owned:
+                if owned is not None:
                     saved = [loaded[param].converted() for param in update_rule.params]
-                    self._owned[update_rule].adopt(groups, state, saved)
+                    owned.adopt(groups, state, saved)
                     # the groups of a checkpoint may have set counts of state that starts fresh
-                    for count in self._owned[update_rule].counts():
+                    for count in owned.counts():
                         if loaded[update_rule.params[count.shard]].starts_fresh:
                             count.replace(0)
             for param in update_rule.params:
-                if update_rule in self._owned:
-                    loaded[param].write_of_user(self.state[param])
-                else:
+                if owned is None:
                     loaded[param].write(self.state[param], _copy)
+                else:
+                    loaded[param].write_of_user(self.state[param])
         self.pack()
 
     def _misfit(self, target: Target, key: str, value: Any) -> str | None:
@@ -261,24 +250,25 @@ class DTensorOptimizer(ShardedOptimizer):
 
     def pack(self) -> None:
         """Convert all state to the form that it has between steps; collective."""
-        for update_rule in self.update_rules:
-            with self.groups_and_state(update_rule) as (groups, state):
-                update_rule.pack(groups, state)
+        for item in self.assigned:
+            with item.groups_and_state() as (groups, state):
+                item.rule.pack(groups, state)
 
-    def _stand_for(self, update_rule: UpdateRule, kinds: Sequence[Iterable[str]]) -> None:
+    def _stand_for(self, item: AssignedRule, kinds: Sequence[Iterable[str]]) -> None:
         """Set keys without values for state that owners keep, because torch reads the keys."""
-        params, names = update_rule.params, [frozenset(its) for its in kinds]
-        before = self._stands.get(update_rule, [frozenset()] * len(params))
+        params, names = item.rule.params, [frozenset(its) for its in kinds]
+        before = item.stands or [frozenset()] * len(params)
         for param, old, new in zip(params, before, names, strict=True):
             own = {key: value for key, value in self.state[param].items() if key not in old | new}
             self.state[param] = own | dict.fromkeys(new)
-        self._stands[update_rule] = names
+        item.stands = names
 
     def _show_as_saved(self) -> dict[Tensor, dict[str, Any]]:
         """Convert state to the form of state dicts, and return the state that it replaced."""
         kept = {}
-        for update_rule in self.update_rules:
-            for _, param, number in update_rule.numbered(self.groups_of(update_rule)):
+        for item in self.assigned:
+            update_rule = item.rule
+            for _, param, number in update_rule.numbered(item.groups()):
                 values = {key: local_of(value) for key, value in self.state[param].items()}
                 shown = update_rule.saved_form(number, values)
                 if shown is not values:

@@ -114,12 +114,9 @@ type Readers = Mapping[str, tuple[Reader, frozenset[str]]]
 def readers_of(storage: Any) -> Readers:
     """Return the optimizer of each parameter."""
     return {
-        storage._param_name(main): (
-            Reader.of(update_rule.name, group),
-            update_rule.optional_state,
-        )
-        for update_rule in storage.update_rules
-        for group, main, _ in update_rule.numbered(storage.groups_of(update_rule))
+        storage._param_name(main): (Reader.of(item.rule.name, group), item.rule.optional_state)
+        for item in storage.assigned
+        for group, main, _ in item.rule.numbered(item.groups())
     }
 
 

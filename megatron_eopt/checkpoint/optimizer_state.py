@@ -77,9 +77,7 @@ def requested(
             states.append({})
             continue
         steps = [
-            (counts or {}).get(rule, -1)
-            for rule in storage.update_rules
-            for _ in storage.groups_of(rule)
+            (counts or {}).get(item.rule, -1) for item in storage.assigned for _ in item.groups()
         ]
         if not storage.update_rules:
             # other pipeline stages have all parameters of these groups
@@ -177,9 +175,9 @@ def _groups_and_states(
     storages: Sequence[Storage],
 ) -> Iterator[tuple[UpdateRule, tuple[list[ParamGroup], State]]]:
     for storage in storages:
-        for update_rule in storage.update_rules:
-            with storage.groups_and_state(update_rule) as work:
-                yield update_rule, work
+        for item in storage.assigned:
+            with item.groups_and_state() as work:
+                yield item.rule, work
 
 
 def _counts_by_name(storages: Sequence[Storage]) -> dict[tuple[int, str], int]:

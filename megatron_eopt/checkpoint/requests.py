@@ -214,10 +214,11 @@ class StateRequests:
         owners, with its counts.
         """
         stored = [
-            (update_rule, number, group, update_rule.shards[number])
-            for update_rule in storage.update_rules
-            for group, _, number in update_rule.numbered(storage.groups_of(update_rule))
+            (item.rule, number, group, item.rule.shards[number])
+            for item in storage.assigned
+            for group, _, number in item.rule.numbered(item.groups())
         ]
+        groups_of = {item.rule: item.groups() for item in storage.assigned}
         states = {
             (update_rule, number): storage.optimizer.state[shard.main]
             for update_rule, number, _, shard in stored
@@ -257,7 +258,7 @@ class StateRequests:
                 state = None
             replica = storage.replica_of_matrix(param, spaces[param].sharded.replica_id)
             count = max(1, len(update_rule.shards[its.shard].layouts))
-            group = storage.groups_of(update_rule)[update_rule.group_of[its.shard]]
+            group = groups_of[update_rule][update_rule.group_of[its.shard]]
             reader = Reader.of(update_rule.name, group)
             if its.per_element and (update_rule, its.shard) not in parts_of:
                 found = self._matrices_of(spaces[param], param, update_rule, its.shard)

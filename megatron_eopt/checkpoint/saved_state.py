@@ -209,7 +209,8 @@ def sharded_like_weights(
 
 def unsharded_state_of(storage: Storage) -> Iterator[tuple[UpdateRule, Tensor, UnshardedState]]:
     """Yield state that is not sharded like its parameter, with its update rule and parameter."""
-    for update_rule in storage.update_rules:
-        with storage.groups_and_state(update_rule) as (groups, state):
+    for assigned in storage.assigned:
+        update_rule = assigned.rule
+        with assigned.groups_and_state() as (groups, state):
             for item in update_rule.unsharded_state(groups, state):
                 yield update_rule, update_rule.shards[item.shard].param, item

@@ -48,8 +48,9 @@ from megatron_eopt.layouts.plan import sum_of_weights
 from megatron_eopt.math import standard_flops
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.adaptive_rule import AdaMuonRule
+from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.muon_rule import MuonRule
-from megatron_eopt.optimizers.step_checks import PartT, SourceT
+from megatron_eopt.optimizers.step_checks import PartT
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
 
 logger = logging.getLogger(__name__)
@@ -484,25 +485,26 @@ class SpotChecks:
     """Checks all update rules of an optimizer, and stops all ranks if updates differ.
 
     Args:
-        parts: Each update rule, what provides its groups and state, and its replicas, if any.
+        parts: Each update rule, and its replicas, if any.
         fraction: Share of matrices that are checked in a step.
     """
 
     def __init__(self, parts: Sequence[PartT], fraction: float) -> None:
-        self._checks: list[tuple[SpotCheck, SourceT]] = []
+        self._checks: list[tuple[SpotCheck, AssignedRule]] = []
         unchecked = []
         served = []
-        for rule, source, replicas in parts:
+        for item, replicas in parts:
+            rule = item.rule
             if replicas is not None and dist.get_world_size(replicas) == 1:
                 replicas = None
             why = _why_unchecked(rule, replicas)
             if why:
                 unchecked.append(f"{rule.name} {why}")
             elif isinstance(rule, MuonRule):
-                served.append((rule, source, replicas))
-        for rule, source, replicas in served:
+                served.append((rule, item, replicas))
+        for rule, item, replicas in served:
             check = SpotCheck(rule, replicas)
-            self._checks.append((check, source))
+            self._checks.append((check, item))
             if check.odd:
                 unchecked.append(f"{rule.name} for {check.odd} matrices: no two devices are equal")
         self.cycle = math.ceil(1 / fraction)
@@ -527,8 +529,8 @@ class SpotChecks:
         """
         try:
             total = torch.zeros((), dtype=torch.int64, device=device_of_collectives())
-            for check, source in self._checks:
-                with source() as (groups, state):
+            for check, item in self._checks:
+                with item.groups_and_state() as (groups, state):
                     total += check.run(turn, groups, state)
             if dist.is_initialized():
                 dist.all_reduce(total)

@@ -5,20 +5,17 @@ engines skip what it has computed.
 """
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch.distributed as dist
 
 from megatron_eopt.config.settings import RunSettings
-from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
+from megatron_eopt.optimizers.assigned_rule import AssignedRule
 
-type SourceT = Callable[[], AbstractContextManager[tuple[list[ParamGroup], State]]]
-"""Provides the groups and the state that an update rule works on."""
-
-type PartT = tuple[UpdateRule, SourceT, dist.ProcessGroup | None]
-"""An update rule, what provides its groups and state, and ranks that compute the same."""
+type PartT = tuple[AssignedRule, dist.ProcessGroup | None]
+"""An update rule, and ranks that compute the same."""
 
 
 class StepChecks(Protocol):

@@ -1,7 +1,7 @@
 """What a rank stores of the weights, and what updates it: one member of a chain."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.base.names import COPY_ATTRIBUTE, MAIN_OF_REPLICATED
 from megatron_eopt.math.precision import matmul_precision
+from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
-from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
+from megatron_eopt.optimizers.update_rule import UpdateRule
 from megatron_eopt.storage.interface import gather_buckets, model_copy_of
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.storage.shard import ParamShard
@@ -48,8 +49,8 @@ class Storage:
     grad_scaler: Any = None
     """The chain's loss scale, if any."""
 
-    update_rules: Sequence[UpdateRule] = ()
-    """What updates the stored tensors; none if megatron-core's own optimizer does."""
+    assigned: Sequence[AssignedRule] = ()
+    """What updates the stored tensors."""
 
     shards: Sequence[ParamShard] = ()
     """What this rank stores of the parameters, update rule by update rule."""
@@ -69,14 +70,17 @@ class Storage:
         self.tp_group = collection.tp
         self.expert_tp_group = getattr(collection, "expt_tp", None) or collection.tp
 
-    def serve(
-        self, update_rules: Sequence[UpdateRule], replicas: ProcessGroup | None = None
-    ) -> None:
+    @property
+    def update_rules(self) -> list[UpdateRule]:
+        """The update rules of :attr:`assigned`."""
+        return [item.rule for item in self.assigned]
+
+    def serve(self, assigned: Sequence[AssignedRule], replicas: ProcessGroup | None = None) -> None:
         """Set what updates the stored tensors, once the wrapper has put them into the groups."""
-        self.update_rules, self.replicas = update_rules, replicas
-        self.shards = self.take_up(shard for rule in update_rules for shard in rule.shards)
-        if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.attach()
+        self.assigned, self.replicas = assigned, replicas
+        self.shards = self.take_up(shard for item in assigned for shard in item.rule.shards)
+        for item in [self.optimizer] if isinstance(self.optimizer, ShardedOptimizer) else assigned:
+            item.attach()
 
     def take_up(self, shards: Iterable[ParamShard]) -> list[ParamShard]:
         """Set the tensors that are stepped, and return the shards of which this rank has some."""
@@ -90,22 +94,6 @@ class Storage:
     def mains(self) -> Mapping[Tensor, Tensor | None]:
         """Return what is stepped in place of parameters; None for what only other ranks store."""
         return {}
-
-    def groups_of(self, update_rule: UpdateRule) -> list[ParamGroup]:
-        """Return the parameter groups that an update rule updates, as schedulers see them."""
-        # any other optimizer has one update rule, for all of its groups
-        if isinstance(self.optimizer, ShardedOptimizer):
-            return self.optimizer.groups_of(update_rule)
-        groups: list[ParamGroup] = self.optimizer.param_groups
-        return groups
-
-    def groups_and_state(
-        self, update_rule: UpdateRule
-    ) -> AbstractContextManager[tuple[list[ParamGroup], State]]:
-        """Provide what an update rule works on: groups of this rank's tensors, and their state."""
-        if isinstance(self.optimizer, ShardedOptimizer):
-            return self.optimizer.groups_and_state(update_rule)
-        return nullcontext((self.optimizer.param_groups, self.optimizer.state))
 
     def tensors_of(self, shard: ParamShard) -> dict[str, Any]:
         """Return this rank's main weights, unless they are the model's, and state, by kind."""

@@ -9,7 +9,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -97,11 +96,7 @@ class OptimizerChain(ChainedOptimizer):
             )
         self.step_checks = step_checks(
             settings,
-            (
-                (rule, partial(storage.groups_and_state, rule), storage.replicas)
-                for storage in storages
-                for rule in storage.update_rules
-            ),
+            ((item, storage.replicas) for storage in storages for item in storage.assigned),
         )
         # whether ranks have copies of gradients, in one of which faulty hardware may flip a bit
         self._copies_may_differ = self.step_checks is not None and any_rank(self._has_copies())

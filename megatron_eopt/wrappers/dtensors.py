@@ -425,7 +425,7 @@ def chain_over(
     scaler: Any = None,
 ) -> OptimizerChain:
     """Return the chain, an instance of ``cls``, of a storage over :func:`build_routed`'s result."""
-    storage.serve(storage.optimizer.update_rules)
+    storage.serve(storage.optimizer.assigned)
     off_load(storage.optimizer, context.settings)
     return cls([storage], context.settings, scaler, context.model_chunks)
 

@@ -133,13 +133,7 @@ def build_optimizer(
     optimizer.collects_stats = settings.config.log_optimizer_stats
     optimizer.observe(Stats([optimizer]))
     optimizer.frozen = frozen
-    optimizer.step_checks = step_checks(
-        settings,
-        (
-            (rule, partial(optimizer.groups_and_state, rule), None)
-            for rule in optimizer.update_rules
-        ),
-    )
+    optimizer.step_checks = step_checks(settings, ((item, None) for item in optimizer.assigned))
     return optimizer
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base import gpu
+from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.windows import WindowedMuonRule
 from megatron_eopt.storage.interface import finish_gathers
@@ -35,6 +36,7 @@ class _Window:
     """The matrices of one update rule in one bucket group."""
 
     storage: Zero1Optimizer
+    assigned: AssignedRule
     update_rule: WindowedMuonRule
     number: int
     shards: list[ParamShard]  # those of which this rank stores a part
@@ -65,10 +67,10 @@ class Overlap:
         # bucket groups in the order of a step, those without matrices first
         self._order = sorted(self._groups, key=lambda group: bool(self._windows[group]))
         self._others = [
-            (storage, update_rule)
+            item
             for storage in storages
-            for update_rule in storage.update_rules
-            if not isinstance(update_rule, WindowedMuonRule)
+            for item in storage.assigned
+            if not isinstance(item.rule, WindowedMuonRule)
         ]
         self.has_looked = False  # whether updates were computed ahead; the same on all ranks
         self._begun: set[Any] = set()  # bucket groups whose reduction has begun
@@ -85,7 +87,8 @@ class Overlap:
     def _found(self) -> Iterator[_Window]:
         for group in self._groups:
             for storage in self._storages:
-                for update_rule in storage.update_rules:
+                for item in storage.assigned:
+                    update_rule = item.rule
                     if not isinstance(update_rule, WindowedMuonRule):
                         continue
                     for number, members in enumerate(update_rule.members):
@@ -99,7 +102,7 @@ class Overlap:
                                 for name in _CHANGED_LATER
                             )
                             held = [shard for shard in shards if shard.main is not None]
-                            yield _Window(storage, update_rule, number, held, group, not late)
+                            yield _Window(storage, item, update_rule, number, held, group, not late)
 
     def _started(self, group: Any, start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Begin to reduce a bucket group, and compute the updates of the one before."""
@@ -127,7 +130,7 @@ class Overlap:
             for window in self._windows[group]:
                 if window.is_early:
                     window.storage.take_gradients(window.shards)
-                    with window.storage.groups_and_state(window.update_rule) as (groups, state):
+                    with window.assigned.groups_and_state() as (groups, state):
                         window.update_rule.precompute(window.number, groups, state)
 
     def forget(self) -> None:
@@ -166,12 +169,12 @@ class Overlap:
 
     def _step(self) -> None:
         # before all windows, so that buckets without matrices can be gathered at once
-        for storage, update_rule in self._others:
-            with storage.groups_and_state(update_rule) as (groups, state):
-                update_rule.step(groups, state)
+        for item in self._others:
+            with item.groups_and_state() as (groups, state):
+                item.rule.step(groups, state)
         for group in self._order:
             for window in self._windows[group]:
-                with window.storage.groups_and_state(window.update_rule) as (groups, state):
+                with window.assigned.groups_and_state() as (groups, state):
                     window.update_rule.step_window(window.number, groups, state)
             for storage in self._storages:
                 # the gather sends this rank's fragment of the bucket, so weights are written first

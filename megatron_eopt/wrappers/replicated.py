@@ -15,6 +15,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.place import refuse_part
 from megatron_eopt.config.fields import constructor_arguments
 from megatron_eopt.config.registry import entry_of
+from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.element_wise import ElementWiseRule, LocalShardRule
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.storage import Storage
@@ -204,7 +205,7 @@ def _storage(
     if optimizer is None:
         return storage
     replicas = getattr(collection, "expt_dp" if spec.is_expert else "dp_cp", None)
-    storage.serve(update_rules, replicas)
+    storage.serve([AssignedRule(rule, optimizer) for rule in update_rules], replicas)
     storage.take_up(shard for update_rule in planned for shard in update_rule.shards)
     for update_rule in update_rules:
         update_rule.is_clipped = spec.is_clipped
@@ -226,6 +227,4 @@ def _rule_of(spec: OptimizerSpec, context: OptimizerBuildContext) -> UpdateRule:
             ranks, _ = slab_ranks.of(cut, row_group(param, context.collection))
         shards.append(ParamShard(context.routing.names[param], param, ranks=ranks))
     cls = ElementWiseRule if is_element_wise else LocalShardRule
-    update_rule = cls(spec.optimizer, spec.init_state_fn, context.settings.config, shards)
-    update_rule.attach(spec.optimizer.param_groups)
-    return update_rule
+    return cls(spec.optimizer, spec.init_state_fn, context.settings.config, shards)

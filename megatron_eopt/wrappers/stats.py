@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.base.agreement import device_of_collectives, gather_unique
 from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.layouts.redistribution import EXCHANGE
+from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats, sum_of_squares
 from megatron_eopt.optimizers.storage import Storage, rules_of
-from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule
+from megatron_eopt.optimizers.update_rule import ParamGroup
 from megatron_eopt.storage.local_tensors import is_uneven, local_of
 from megatron_eopt.storage.shard import ParamShard
 
@@ -51,7 +52,8 @@ class _MeasuredWeight(NamedTuple):
 class _Part:
     """The weights that one update rule steps in a step."""
 
-    def __init__(self, storage: _Stepping, update_rule: UpdateRule) -> None:
+    def __init__(self, storage: _Stepping, assigned: AssignedRule) -> None:
+        update_rule = assigned.rule
         self.name = update_rule.name  # class of the optimizer
         self._storage, self._steps = storage, storage.steps
         # a rank without stored weights may still compute matrices
@@ -64,7 +66,7 @@ class _Part:
                 _share(storage, update_rule.shards[number]),
                 number,
             )
-            for group, main, number in update_rule.numbered(storage.groups_of(update_rule))
+            for group, main, number in update_rule.numbered(assigned.groups())
         ]
         shares = {one.number: one.share for one in self._weights}
         self.step_stats = StepStats(self._device, shares)
@@ -121,7 +123,7 @@ class Stats:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Measure the step in a block; replaces earlier measurements."""
-        parts = [_Part(storage, rule) for storage in self._storages for rule in rules_of([storage])]
+        parts = [_Part(storage, item) for storage in self._storages for item in storage.assigned]
         try:
             yield
         finally:

@@ -14,6 +14,7 @@ from megatron_eopt.base.names import DEFAULT_MATRIX_BUFFER_MB
 from megatron_eopt.config.checks import refuse_for_overlap
 from megatron_eopt.config.settings import RunSettings
 from megatron_eopt.matrices import Split, whole
+from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.element_wise import ElementWiseRule
 from megatron_eopt.optimizers.engine import EngineConfig
 from megatron_eopt.optimizers.host_memory import on_device
@@ -82,16 +83,14 @@ def unmixed_storages(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list
     by_kind = {item.is_expert: item for item in sharding.sets}
     found = []
     for spec in specs:
-        update_rules = []
+        assigned = []
         if spec.optimizer is not None:
             # megatron-core's constructor replaces these parameters by this rank's fragments
             bind(spec.optimizer, spec.groups, defaultdict(dict))
             params = [param for group in spec.groups for param in group["params"]]
-            update_rules = [_element_wise(sharding, spec, params)]
+            assigned = [AssignedRule(_element_wise(sharding, spec, params), spec.optimizer)]
         storage = sharding.storage(spec.optimizer, by_kind[spec.is_expert])
-        storage.serve(update_rules)
-        for update_rule in update_rules:
-            update_rule.attach(spec.optimizer.param_groups)
+        storage.serve(assigned)
         found.append(storage)
     return found
 
@@ -126,7 +125,7 @@ def _storage(
     places = ranges_in(buffers, sharding.names)
     groups: list[ParamGroup] = []
     served: list[tuple[UpdateRule, slice]] = []
-    update_rules = {}
+    numbers = []
     for number, spec in enumerate(specs):
         mine = _groups_in(spec, places, is_expert=buffers.is_expert)
         if not mine:
@@ -135,15 +134,15 @@ def _storage(
         of_base = {param: place for param, place in places.items() if param in members}
         update_rule = _update_rule_of(sharding, spec, of_base, buffers)
         update_rule.is_clipped = spec.is_clipped
-        update_rules[number] = update_rule
+        numbers.append(number)
         served.append((update_rule, slice(len(groups), len(groups) + len(mine))))
         groups += mine
     composite = ShardedOptimizer(groups, served, sharding.names)
     storage = sharding.storage(composite, buffers)
-    storage.serve(composite.update_rules)
+    storage.serve(composite.assigned)
     composite.init_state()
-    for number, update_rule in update_rules.items():
-        live[number].extend(composite.groups_of(update_rule))
+    for number, item in zip(numbers, composite.assigned, strict=True):
+        live[number].extend(item.groups())
     if sharding.settings.offload_fraction:
         off_load(composite, sharding.settings)
         # torch refuses a gradient on another device than its tensor, which may be off-loaded

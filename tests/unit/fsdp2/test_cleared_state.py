@@ -342,8 +342,9 @@ def resets_of_owners(variant):
     for way in (deleted, assigned):
         found[variant, way.__name__], chain = after_reset(run, variant, way)
         (child,) = chain.chained_optimizers
-        for rule in child.update_rules:
-            if rule.owned_state and not any(rule.numbered(child.groups_of(rule))):
+        for item in child.assigned:
+            rule = item.rule
+            if rule.owned_state and not any(rule.numbered(item.groups())):
                 owners.add(variant)
     return found, owners
 

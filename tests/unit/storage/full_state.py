@@ -136,8 +136,9 @@ def counts_of(chunk: Any, optimizer: Any) -> dict[str, int]:
     names = {param: global_name(name, sizes) for name, param in chunk.named_parameters()}
     mine: set[tuple[str, int]] = set()
     for link in optimizer.chained_optimizers:
-        for update_rule in link.update_rules:
-            with link.groups_and_state(update_rule) as (groups, state):
+        for item in link.assigned:
+            update_rule = item.rule
+            with item.groups_and_state() as (groups, state):
                 counted = [
                     (n, state[main].get(STEP)) for _, main, n in update_rule.numbered(groups)
                 ]

@@ -39,11 +39,7 @@ def gradients(exempt: bool, by_hand: bool = False) -> dict[str, Any]:
         _, norm, _ = optimizer.step()
         assert {update_rule.grad_scale for update_rule in composite.update_rules} == {None}
     squares = [
-        sum(
-            float(p.grad.square().sum())
-            for g in composite.groups_of(update_rule)
-            for p in g["params"]
-        )
+        sum(float(p.grad.square().sum()) for p in update_rule.params)
         * (1.0 if factor is None else float(factor) ** 2)
         for update_rule, factor in zip_longest(composite.update_rules, factors)
     ]

@@ -31,7 +31,7 @@ def count(run: Run) -> dict[str, Any]:
         parallel_state.get_data_parallel_world_size(),
         chunk.ddp_config,
     )
-    fragments = [p for group in composite.groups_of(muon) for p in group["params"]]
+    fragments = muon.params
     state = [value for p in fragments for value in composite.state[p].values()]
     return {
         "buffer": [sum(bucket.grad_data.numel() for bucket in b.buckets) for b in child.buffers],

@@ -35,7 +35,7 @@ def trained(case, fraction):
         type(update_rule).__name__
         for link in optimizer.chained_optimizers
         for update_rule in link.update_rules
-        if not any(group["params"] for group in link.groups_of(update_rule))
+        if not update_rule.params
     }
     state = full_state(case, chunk, optimizer)
     forget_megatron()
