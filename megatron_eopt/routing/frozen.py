@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import nn
 
-from megatron_eopt.routing.plain_names import plain_paths
+from megatron_eopt.routing.plain_names import joined, renamed_paths
 
 logger = logging.getLogger(__name__)
 
@@ -25,18 +25,16 @@ class Frozen:
         chunks = [chunk for chunk in model_chunks if isinstance(chunk, nn.Module)]
         # by module and name, because FSDP replaces parameters by other objects
         self._updated: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-        for module in {module for chunk in chunks for module in chunk.modules()}:
-            self._updated[module] = {
-                n for n, p in module._parameters.items() if p is not None and p.requires_grad
-            }
-        self._params = [
-            (f"{plain[path]}.{leaf}".lstrip("."), ref(module), leaf, ref(param))
-            for chunk in chunks
-            for plain in [plain_paths(chunk)]
-            for path, module in chunk.named_modules()
-            for leaf, param in module._parameters.items()
-            if param is not None and not param.requires_grad
-        ]
+        self._params = []
+        for modules in (dict(chunk.named_modules()) for chunk in chunks):
+            plain = renamed_paths(modules)
+            for path, module in modules.items():
+                for leaf, param in module._parameters.items():
+                    if param is not None and param.requires_grad:
+                        self._updated.setdefault(module, set()).add(leaf)
+                    elif param is not None:
+                        item = (joined(plain[path], leaf), ref(module), leaf, ref(param))
+                        self._params.append(item)
         Frozen._of_optimizers.add(self)
 
     def warn(self) -> None:

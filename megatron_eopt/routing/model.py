@@ -19,10 +19,10 @@ from megatron_eopt.config.checks import check_values, warn_of_unused
 from megatron_eopt.config.registry import Overrides, state_layout_of
 from megatron_eopt.config.settings import RunSettings, Settings
 from megatron_eopt.matrices import Split
-from megatron_eopt.routing.global_names import counted_names, name_parameters
+from megatron_eopt.routing.global_names import name_parameters
 from megatron_eopt.routing.groups import Group, GroupKey, build_groups, key_of, summarize
 from megatron_eopt.routing.parameters import INPUT_LAYER, ModelParameter, trainable_parameters
-from megatron_eopt.routing.places import NO_LAYER
+from megatron_eopt.routing.places import NO_LAYER, HeldParameter, places_in
 from megatron_eopt.routing.routes import (
     Route,
     overrides_of,
@@ -51,6 +51,7 @@ class Routing:
     routes: Sequence[Route]  # this rank's parameters, in model order
     groups: Sequence[Group]  # the same on every rank, except for their parameters
     splits: Mapping[torch.nn.Parameter, Split]  # the logical matrices of fused parameters
+    places: Sequence[HeldParameter] = ()  # where the model has its parameters, frozen ones too
 
     @property
     def optimizers(self) -> frozenset[str]:
@@ -77,10 +78,13 @@ class Routing:
             parameter = route.parameter
             return replace(route, parameter=replace(parameter, param=shards[parameter.param]))
 
-        return Routing(
-            [moved(route) for route in self.routes],
-            [replace(group, routes=tuple(map(moved, group.routes))) for group in self.groups],
-            {shards[param]: split for param, split in self.splits.items()},
+        return replace(
+            self,
+            routes=[moved(route) for route in self.routes],
+            groups=[
+                replace(group, routes=tuple(map(moved, group.routes))) for group in self.groups
+            ],
+            splits={shards[param]: split for param, split in self.splits.items()},
         )
 
     @functools.cached_property
@@ -114,16 +118,17 @@ def route_model(
     known = raise_together(
         lambda: with_callers_grouping(settings, model_chunks, overrides_for(settings, overrides))
     )
-    parameters = trainable_parameters(model_chunks)
+    places = places_in(model_chunks)
+    parameters = trainable_parameters(places)
     if not settings.is_standard:
         # overrides may match these attributes, as in megatron-core
         _tag_as_megatron_does(parameters, model_chunks)
-    routing = route_parameters(settings, parameters, known)
-    _check_shared_embeddings(model_chunks, routing)
+    routing = replace(route_parameters(settings, parameters, known), places=places)
+    _check_shared_embeddings(routing)
     if routing.optimizers <= set(STANDARD_OPTIMIZERS):
         return routing
-    name_parameters(model_chunks)
-    routing = with_splits(routing, settings, model_chunks)
+    name_parameters(places)
+    routing = with_splits(routing, settings, places)
     # an override has chosen an emerging optimizer. With Adam as the main one, megatron-core sets no
     # attributes that overrides could match, so they follow only now
     if settings.is_standard:
@@ -163,9 +168,7 @@ def route_parameters(
     return routing
 
 
-def with_splits(
-    routing: Routing, settings: Settings, model_chunks: Sequence[torch.nn.Module]
-) -> Routing:
+def with_splits(routing: Routing, settings: Settings, places: Sequence[HeldParameter]) -> Routing:
     """Return the routing with the splits of fused weights; collective over all ranks."""
     unsplit = {
         route.parameter.param
@@ -178,7 +181,7 @@ def with_splits(
         if route.parameter.is_convolution and state_layout_of(route.optimizer) != "element_wise"
     }
     how: Any = {"which": settings.splits, "unsplit": unsplit, "flattened": flattened}
-    splits = raise_together(lambda: find_splits(model_chunks, **how))
+    splits = raise_together(lambda: find_splits(places, **how))
     stacks = [route for route in routing.routes if route.why.startswith("3-D")]
     if names := [r.parameter.name for r in stacks if r.parameter.param in splits]:
         logger.warning(
@@ -222,18 +225,18 @@ def with_splits(
     return replace(routing, splits=splits)
 
 
-def _check_shared_embeddings(model_chunks: Sequence[torch.nn.Module], routing: Routing) -> None:
+def _check_shared_embeddings(routing: Routing) -> None:
     """Raise on every rank if pipeline stages would update a shared embedding differently.
 
     The stages sum its gradients, so a stage that freezes it would leave the others waiting, and
     copies with different settings would diverge.
     """
     routes = {route.parameter.param: route for route in routing.routes}
-    mine: set[tuple[str, GroupKey | None]] = set()
-    for chunk in model_chunks:
-        its = {n: p for n, p in chunk.named_parameters() if getattr(p, "shared_embedding", False)}
-        names = counted_names(chunk) if its else {}
-        mine |= {(names[n][0], key_of(routes[p]) if p in routes else None) for n, p in its.items()}
+    mine = {
+        (place.global_name, key_of(routes[place.param]) if place.param in routes else None)
+        for place in routing.places
+        if getattr(place.param, "shared_embedding", False)
+    }
     keys: dict[str, list[GroupKey | None]] = {}
     for name, key in gather_unique(mine):
         keys.setdefault(name, []).append(key)

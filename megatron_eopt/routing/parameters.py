@@ -11,9 +11,8 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import NO_MUON_ATTRIBUTE, OUTPUT_ATTRIBUTE, STACK_ATTRIBUTE
 from megatron_eopt.base.place import whole_shape
 from megatron_eopt.base.upstream import require_upstream
-from megatron_eopt.routing.global_names import counted_names
-from megatron_eopt.routing.places import HeldParameter, places_in
-from megatron_eopt.routing.plain_names import plain_names, tensor_name
+from megatron_eopt.routing.places import HeldParameter
+from megatron_eopt.routing.plain_names import tensor_name
 
 INPUT_LAYER = "input layer"
 """Why a convolution that reads a model's input is updated by the scalar optimizer."""
@@ -108,7 +107,7 @@ def cut_dimension(param: torch.Tensor) -> int:
 
 
 def trainable_parameters(
-    model_chunks: Sequence[torch.nn.Module],
+    places: Iterable[HeldParameter],
     outputs: Collection[torch.nn.Parameter] = (),
     *,
     stacks: bool = False,
@@ -116,40 +115,48 @@ def trainable_parameters(
     """Return every trainable parameter once, in model order; a tied one has its first name.
 
     Args:
-        model_chunks: The model's chunks.
+        places: Where the model has its parameters.
         outputs: Parameters of output layers, besides those that have megatron-core's mark.
         stacks: Whether modules may say that a 3-D weight is a stack of matrices.
     """
-    found: dict[int, ModelParameter] = {}
+    by_param: dict[int, list[HeldParameter]] = {}
+    # chunks that have a module called ``module`` themselves
+    with_own: set[int] = set()
+    for place in places:
+        by_param.setdefault(id(place.param), []).append(place)
+        if place.name.startswith("module."):
+            with_own.add(place.chunk)
     of_outputs = {id(param) for param in outputs}
     embeddings, routers = tables(), (require_upstream("Router"),)
-    for chunk, model in enumerate(model_chunks):
-        places: dict[int, list[HeldParameter]] = {}
-        for place in places_in(model):
-            places.setdefault(id(place.param), []).append(place)
-        plain, counted = plain_names(model), counted_names(model)
-        own_module = any(name.startswith("module.") for name in plain.values())
-        layers = [its[0].param for its in places.values() if _is_weight(its)]
-        for name, param in model.named_parameters():
-            if not param.requires_grad or id(param) in found:
-                continue
-            its = places[id(param)]
-            marked = id(param) in of_outputs or bool(getattr(param, OUTPUT_ATTRIBUTE, False))
-            found[id(param)] = ModelParameter(
-                name=plain[name],
-                matched_names=(*counted[name], tensor_name(counted[name][0])),
-                of_own_module=own_module,
-                chunk=chunk,
-                param=param,
-                is_expert=not getattr(param, "allreduce", True),
-                is_embedding=marked or _is_of(its, embeddings),
-                is_router=_is_of(its, routers),
-                is_stack=stacks and any(place.is_stack for place in its),
-                why_vector=_why_vector(its),
-                convolution=next((c for p in its if (c := p.convolution) is not None), None),
-                is_input=len(layers) > 1 and param is layers[0],
-            )
-    return list(found.values())
+    why_vectors = {key: _why_vector(its) for key, its in by_param.items()}
+    layers: dict[int, list[int]] = {}  # the layers' weights in each chunk
+    for key, its in by_param.items():
+        if its[0].param.dim() > 1 and why_vectors[key] is None:
+            layers.setdefault(its[0].chunk, []).append(key)
+    found = []
+    for key, its in by_param.items():
+        first, param = its[0], its[0].param
+        if not param.requires_grad:
+            continue
+        marked = id(param) in of_outputs or bool(getattr(param, OUTPUT_ATTRIBUTE, False))
+        its_layers = layers.get(first.chunk, ())
+        names = (first.global_name, first.wrapped_name, tensor_name(first.global_name))
+        parameter = ModelParameter(
+            name=first.name,
+            matched_names=tuple(dict.fromkeys(names)),
+            of_own_module=first.chunk in with_own,
+            chunk=first.chunk,
+            param=param,
+            is_expert=not getattr(param, "allreduce", True),
+            is_embedding=marked or _is_of(its, embeddings),
+            is_router=_is_of(its, routers),
+            is_stack=stacks and any(place.is_stack for place in its),
+            why_vector=why_vectors[key],
+            convolution=next((c for p in its if (c := p.convolution) is not None), None),
+            is_input=len(its_layers) > 1 and its_layers[0] == key,
+        )
+        found.append(parameter)
+    return found
 
 
 def check_dtypes(names: Mapping[torch.Tensor, str], what: str, *, double: bool = False) -> None:
@@ -180,10 +187,6 @@ def tables() -> tuple[type[torch.nn.Module], ...]:
 
 def _is_of(places: Iterable[HeldParameter], kinds: tuple[type, ...]) -> bool:
     return any(isinstance(place.module, kinds) for place in places)
-
-
-def _is_weight(places: Sequence[HeldParameter]) -> bool:
-    return places[0].param.dim() > 1 and _why_vector(places) is None
 
 
 def _why_vector(places: Sequence[HeldParameter]) -> str | None:

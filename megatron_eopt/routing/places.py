@@ -7,8 +7,7 @@ what a parameter is for.
 
 import math
 import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -16,7 +15,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from megatron_eopt.base.place import whole_shape
-from megatron_eopt.routing.plain_names import plain_paths
+from megatron_eopt.routing.fused import GATED
+from megatron_eopt.routing.plain_names import joined, of_megatron, origin, renamed_paths
 
 # Parameters that torch's older weight_norm, spectral_norm and pruning put in a weight's place.
 _REPLACED = re.compile(r"(.+)_(g|v|orig)")
@@ -31,6 +31,13 @@ NO_LAYER = "not the weight of a layer"
 _NORM = re.compile(r"Norm(?!.*(Linear|MLP))")
 """Classes whose weight is a gain for each element, such as Cohere's norms of ``(heads, dim)``."""
 
+# Names under which LoRA adapters (Megatron-Bridge, PEFT) hold the module that they wrap.
+_ADAPTED = re.compile(r"\.(to_wrap|base_layer)$")
+
+_OUTPUT = re.compile(r"\boutput_layer\.weight$")
+# ``local_experts.3``, and ``weight3`` or ``bias3`` of grouped experts
+_EXPERT = re.compile(r"(?<=\blocal_experts\.)\d+|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+
 _HYPER = re.compile(r"Hyper(Connection|Head)")
 """Classes of hyper-connections, whose projection ``fn`` is no layer of its own."""
 
@@ -40,11 +47,17 @@ class HeldParameter:
     """A parameter of a module; a parameter that is tied has several."""
 
     param: nn.Parameter
-    name: str  # of the parameter, without wrappers
+    chunk: int  # index of the model chunk
+    name: str  # of the parameter in its chunk, without wrappers
+    global_name: str  # in the whole model, the same at every parallel layout
+    wrapped_name: str  # the same with wrappers
     path: str  # of the module, without wrappers
     module: nn.Module  # the layer, not a wrapper or a parametrization
     leaf: str  # name of the tensor that the parameter is, or makes up: "weight"
     is_gain: bool  # whether it only scales the rows or columns of a parametrized tensor
+    # the module that has the layer, and its name there; of a parameter without a layer, its own
+    owner: nn.Module
+    child: str
 
     @property
     def convolution(self) -> _ConvNd | None:
@@ -82,33 +95,23 @@ class HeldParameter:
         return None if self.is_of_experts else NO_LAYER
 
 
-def of_megatron(module: nn.Module) -> bool:
-    """Whether a module's class comes from Megatron or Transformer Engine, or is derived from it."""
-    roots = {cls.__module__.partition(".")[0] for cls in origin(module).__mro__}
-    return not roots.isdisjoint({"megatron", "transformer_engine"})
+def places_in(model_chunks: Sequence[nn.Module]) -> list[HeldParameter]:
+    """Return the places of all parameters of a model, in its order."""
+    return [
+        place
+        for number, chunk in enumerate(model_chunks)
+        if isinstance(chunk, nn.Module)
+        for place in _places_in(number, chunk)
+    ]
 
 
-def origin(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module had before wrappers swapped it.
-
-    FSDP, Megatron-FSDP's second version and parametrizations derive a class from it at run time,
-    which inherits from the wrapper's own class, too.
-    """
-    cls = type(module)
-    while _is_swapped(cls):
-        cls = next(base for base in reversed(cls.__bases__) if issubclass(base, nn.Module))
-    return cls
-
-
-def _is_swapped(cls: type) -> bool:
-    """Whether a class is not one that somebody wrote: no module has it, and it computes nothing."""
-    home, name = sys.modules.get(cls.__module__), cls.__qualname__
-    return "." not in name and "forward" not in vars(cls) and getattr(home, name, None) is not cls
-
-
-def places_in(model: nn.Module) -> Iterator[HeldParameter]:
-    """Yield the places of all parameters of a model, in its order."""
-    modules, plain = dict(model.named_modules()), plain_paths(model)
+def _places_in(chunk: int, model: nn.Module) -> Iterator[HeldParameter]:
+    modules = dict(model.named_modules())
+    numbers, experts = _numbers_in(modules)
+    plain, counted = renamed_paths(modules), renamed_paths(modules, numbers)
+    wrapped = renamed_paths(modules, numbers, with_wrappers=True)
+    # of a wrapper and the module in it, the latter comes last
+    by_plain = {plain[path]: module for path, module in modules.items()}
     for path, module in modules.items():
         host, tensor = path, ""
         if isinstance(module, ParametrizationList):
@@ -116,13 +119,61 @@ def places_in(model: nn.Module) -> Iterator[HeldParameter]:
         for leaf, param in module._parameters.items():
             if param is None:
                 continue
-            name = f"{plain[path]}.{leaf}".lstrip(".")
-            if tensor:
-                gain = _is_gain(param, module)
-                yield HeldParameter(param, name, plain[host], modules[host], tensor, gain)
-            else:
-                whole, gain = _replaced(module, leaf)
-                yield HeldParameter(param, name, plain[path], module, whole, gain)
+            whole, gain = (tensor, _is_gain(param, module)) if tensor else _replaced(module, leaf)
+            # the chunk is its own owner
+            owner, child = _ADAPTED.sub("", plain[host]).rpartition(".")[::2]
+            # transformers has gate and up of all experts as a parameter, without a child module
+            is_own = whole in GATED
+            global_name, wrapped_name = (
+                _counted(joined(paths[path], leaf), param, experts[path])
+                for paths in (counted, wrapped)
+            )
+            yield HeldParameter(
+                param,
+                chunk,
+                joined(plain[path], leaf),
+                global_name,
+                wrapped_name,
+                plain[host],
+                modules[host],
+                whole,
+                gain,
+                modules[host] if is_own else by_plain[owner],
+                whole if is_own else child,
+            )
+
+
+def _numbers_in(
+    modules: Mapping[str, nn.Module],
+) -> tuple[dict[str, str], dict[str, Sequence[int] | None]]:
+    """Return the numbers that layers, and the experts in each module, have in the whole model.
+
+    Megatron's layers are numbered over all pipeline stages, its experts over all ranks.
+    """
+    layers: dict[str, str] = {}
+    experts: dict[str, Sequence[int] | None] = {"": None}
+    for path, module in modules.items():
+        above, _, child = path.rpartition(".")
+        # Megatron's numbers begin with 1, but those of other modules may begin with 0
+        number = getattr(module, "layer_number", None)
+        if child.isdigit() and isinstance(number, int) and of_megatron(module):
+            layers[path] = str(number - 1)
+        if path:
+            # what a rank calls expert 0 is another expert on each expert-parallel rank
+            experts[path] = experts[above] or getattr(module, "local_expert_indices", None)
+    return layers, experts
+
+
+def _counted(name: str, param: Tensor, experts: Sequence[int] | None) -> str:
+    """Return a parameter's name in the whole model; ``experts`` are the numbers of this rank's.
+
+    An output layer that copies a tied embedding has the embedding's name.
+    """
+    if experts is not None:
+        name = _EXPERT.sub(lambda match: str(experts[int(match[0])]), name)
+    if getattr(param, "shared_embedding", False):
+        name = _OUTPUT.sub("embedding.word_embeddings.weight", name)
+    return name
 
 
 def _host_of(path: str) -> tuple[str, str]:

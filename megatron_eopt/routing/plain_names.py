@@ -6,6 +6,7 @@ model is wrapped, as in torch's distributed checkpoints.
 """
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -36,7 +37,8 @@ def plain_paths(model: nn.Module) -> dict[str, str]:
 def plain_names(model: nn.Module) -> dict[str, str]:
     """Return the name of each parameter without wrappers, by its name in ``named_parameters``."""
     paths = plain_paths(model)
-    return {name: renamed(name, paths) for name, _ in model.named_parameters()}
+    split = ((name, *name.rpartition(".")) for name, _ in model.named_parameters())
+    return {name: joined(paths[above], leaf) for name, above, _, leaf in split}
 
 
 def renamed_paths(
@@ -57,17 +59,12 @@ def renamed_paths(
         above, _, child = path.rpartition(".")
         if path:
             is_held = not with_wrappers and _holds(modules[above], child)
-            found[path] = found[above] if is_held else _joined(found[above], words.get(path, child))
+            found[path] = found[above] if is_held else joined(found[above], words.get(path, child))
     return found
 
 
-def renamed(name: str, paths: Mapping[str, str]) -> str:
-    """Return a parameter's name with another path of its module."""
-    above, _, leaf = name.rpartition(".")
-    return _joined(paths[above], leaf)
-
-
-def _joined(above: str, leaf: str) -> str:
+def joined(above: str, leaf: str) -> str:
+    """Return the path of a child, or of a parameter, in a module at the path ``above``."""
     return f"{above}.{leaf}" if above else leaf
 
 
@@ -76,6 +73,30 @@ def _holds(module: nn.Module, child: str) -> bool:
     if child != "module":
         return child in _PRIVATE
     return not _HOLD_MODULE.isdisjoint(cls.__name__ for cls in type(module).__mro__)
+
+
+def of_megatron(module: nn.Module) -> bool:
+    """Whether a module's class comes from Megatron or Transformer Engine, or is derived from it."""
+    roots = {cls.__module__.partition(".")[0] for cls in origin(module).__mro__}
+    return not roots.isdisjoint({"megatron", "transformer_engine"})
+
+
+def origin(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before wrappers swapped it.
+
+    FSDP, Megatron-FSDP's second version and parametrizations derive a class from it at run time,
+    which inherits from the wrapper's own class, too.
+    """
+    cls = type(module)
+    while _is_swapped(cls):
+        cls = next(base for base in reversed(cls.__bases__) if issubclass(base, nn.Module))
+    return cls
+
+
+def _is_swapped(cls: type) -> bool:
+    """Whether a class is not one that somebody wrote: no module has it, and it computes nothing."""
+    home, name = sys.modules.get(cls.__module__), cls.__qualname__
+    return "." not in name and "forward" not in vars(cls) and getattr(home, name, None) is not cls
 
 
 def tensor_name(name: str) -> str:

@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.experts import TEGroupedMLP
@@ -26,19 +25,15 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.place import is_part, whole_shape
 from megatron_eopt.matrices import Split, SplitT, checked_shape, local_shape, qkv, whole
 from megatron_eopt.matrices import transposed as turned
-from megatron_eopt.routing.fused import GATED, fused_weight, looks_like_heads
+from megatron_eopt.routing.fused import fused_weight, looks_like_heads
 from megatron_eopt.routing.orientation import inputs_first
 from megatron_eopt.routing.parameters import cut_dimension
-from megatron_eopt.routing.places import HeldParameter, conv_shape, places_in
-from megatron_eopt.routing.plain_names import plain_paths
+from megatron_eopt.routing.places import HeldParameter, conv_shape
 
 logger = logging.getLogger(__name__)
 
 QKV_TAG = "eopt_tagged_qkv_split_shapes"
 """Attribute that holds a parameter's ``qkv_split_shapes`` if routing set them, not the user."""
-
-# Names under which LoRA adapters (Megatron-Bridge, PEFT) hold the module that they wrap.
-_ADAPTED = re.compile(r"\.(to_wrap|base_layer)$")
 
 # Names of fused projections in megatron-core and in models ported to it.
 _FUSED_NAME = re.compile(
@@ -58,23 +53,8 @@ _WORDS = ("whole", "transposed")
 """Declarations that name no parts."""
 
 
-class _Weight(NamedTuple):
-    """One trainable weight with its modules."""
-
-    name: str
-    param: nn.Parameter
-    owner: nn.Module
-    child: str
-    place: HeldParameter
-
-    @property
-    def linear(self) -> nn.Module:
-        """The layer that has the weight."""
-        return self.place.module
-
-
 def find_splits(
-    model_chunks: Iterable[nn.Module],
+    places: Iterable[HeldParameter],
     *,
     which: Collection[SplitT],
     unsplit: Container[nn.Parameter] = (),
@@ -83,7 +63,7 @@ def find_splits(
     """Return the splits of fused trainable weights, and warn of unknown layouts.
 
     Args:
-        model_chunks: The model's chunks.
+        places: Where the model has its parameters.
         which: Kinds of splits that are turned on.
         unsplit: Weights that are split only if they declare it.
         flattened: Weights of convolutions that are flattened although they do not declare it.
@@ -95,7 +75,7 @@ def find_splits(
         ConfigurationError: If a weight and its split do not fit.
     """
     unknown: list[str] = []
-    weights = list(_weights(model_chunks, flattened))
+    weights = list(_weights(places, flattened))
     found = {
         weight.param: _split_of(weight, () if weight.param in unsplit else which, unknown)
         for weight in weights
@@ -147,31 +127,21 @@ def tensor_parallel_cut(param: Tensor, *modules: nn.Module) -> tuple[int, int]:
 
 
 def _weights(
-    model_chunks: Iterable[nn.Module], flattened: Container[nn.Parameter]
-) -> Iterator[_Weight]:
+    places: Iterable[HeldParameter], flattened: Container[nn.Parameter]
+) -> Iterator[HeldParameter]:
     """Yield once each trainable weight of two or three dimensions, and what is to be flattened."""
     seen: set[int] = set()
-    for chunk in model_chunks:
-        # of a wrapper and the module in it, the latter comes last
-        plain = plain_paths(chunk)
-        modules = {plain[path]: module for path, module in chunk.named_modules()}
-        for place in places_in(chunk):
-            param = place.param
-            declared = getattr(param, "eopt_split", None) is not None or param in flattened
-            if id(param) in seen or not param.requires_grad or place.is_gain:
-                continue
-            if declared or (param.dim() in (2, 3) and place.convolution is None):
-                seen.add(id(param))
-                # the chunk is its own owner
-                owner, child = _ADAPTED.sub("", place.path).rpartition(".")[::2]
-                in_owner = (modules[owner], child)
-                # transformers has gate and up of all experts as a parameter, without a child module
-                is_own = place.leaf in GATED
-                home, called = (place.module, place.leaf) if is_own else in_owner
-                yield _Weight(place.name, param, home, called, place)
+    for place in places:
+        param = place.param
+        if id(param) in seen or not param.requires_grad or place.is_gain:
+            continue
+        declared = getattr(param, "eopt_split", None) is not None or param in flattened
+        if declared or (param.dim() in (2, 3) and place.convolution is None):
+            seen.add(id(param))
+            yield place
 
 
-def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) -> Split | None:
+def _split_of(weight: HeldParameter, which: Collection[SplitT], unknown: list[str]) -> Split | None:
     """Return one weight's split, None for one matrix; add unknown layouts to ``unknown``."""
     declared = getattr(weight.param, "eopt_split", None)
     if isinstance(declared, Split):
@@ -183,14 +153,14 @@ def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) ->
         rule = "must be a megatron_eopt.matrices.Split, 'whole' or 'transposed'"
         argument = f"{weight.name}.eopt_split"
         raise ConfigurationError(argument, declared, rule, "Set one of these")
-    is_convolution = weight.place.convolution is not None
-    known = inputs_first(weight.linear, weight.place.leaf, weight.param.dim())
+    is_convolution = weight.convolution is not None
+    known = inputs_first(weight.module, weight.leaf, weight.param.dim())
     first = declared == "transposed" or bool(known)
     if declared is None and not is_convolution:
         lengths = declared_qkv(weight.param)
         if lengths is not None:
             return _fitted(weight, lambda shape: qkv(shape, lengths)) if "qkv" in which else None
-        fused = fused_weight(weight.owner, weight.child, weight.linear)
+        fused = fused_weight(weight.owner, weight.child, weight.module)
         if fused is not None and fused.kind in which and not _is_packed(weight.param):
             more = fused.per_head if "per_head" in which else {}
             build = functools.partial(fused.build, **more)
@@ -198,7 +168,7 @@ def _split_of(weight: _Weight, which: Collection[SplitT], unknown: list[str]) ->
         if fused is None and _looks_fused(weight):
             unknown.append(weight.name)
     grouped = isinstance(weight.owner, TEGroupedMLP)
-    if declared is None and known is None and weight.place.is_stack and not grouped:
+    if declared is None and known is None and weight.is_stack and not grouped:
         return _fitted(weight, lambda shape: replace(whole(shape), kind=NO_ORDER))
     if is_convolution or first or ((declared or grouped) and weight.param.dim() != 2):
         return _fitted(weight, _turned(whole) if first else whole)
@@ -211,11 +181,11 @@ def _turned(build: Callable[[tuple[int, ...]], Split]) -> Callable[[tuple[int, .
 
 
 def _fitted(
-    weight: _Weight, build: Callable[[tuple[int, ...]], Split], rows: int | None = None
+    weight: HeldParameter, build: Callable[[tuple[int, ...]], Split], rows: int | None = None
 ) -> Split:
     """Build a split for the unsharded shape (``rows`` rows, if given); check this rank's shard."""
     local = _seen_shape(weight)
-    size, dim = tensor_parallel_cut(weight.param, weight.linear, weight.owner)
+    size, dim = tensor_parallel_cut(weight.param, weight.module, weight.owner)
     shape = list(local)
     if dim != -1:
         # from the end, because weights of experts have a leading dimension
@@ -240,23 +210,25 @@ def _fitted(
     return split
 
 
-def _seen_shape(weight: _Weight) -> tuple[int, ...]:
+def _seen_shape(weight: HeldParameter) -> tuple[int, ...]:
     """Return the shape in which a weight's matrices lie."""
-    local, convolution = whole_shape(weight.param), weight.place.convolution
+    local, convolution = whole_shape(weight.param), weight.convolution
     if convolution is not None:
         return conv_shape(convolution, local)
     return local if len(local) <= 3 else checked_shape(local)
 
 
-def _is_view(weight: _Weight, split: Split) -> bool:
+def _is_view(weight: HeldParameter, split: Split) -> bool:
     """Whether a split that was declared for a convolution sees its weight as other matrices."""
     shape = whole_shape(weight.param)
     folded = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(1, len(shape))]
     rows = split.experts * split.rows
-    return weight.place.convolution is not None and (rows, split.cols) in folded
+    return weight.convolution is not None and (rows, split.cols) in folded
 
 
-def _warn_of_heads(weights: Iterable[_Weight], found: Mapping[nn.Parameter, Split | None]) -> None:
+def _warn_of_heads(
+    weights: Iterable[HeldParameter], found: Mapping[nn.Parameter, Split | None]
+) -> None:
     """Warn of attention projections whose heads are not known, or if there are none at all."""
     by_head = {param for param, split in found.items() if split is not None and split.is_by_head}
     missing = [
@@ -282,10 +254,10 @@ def _is_packed(param: nn.Parameter) -> bool:
     return any(kind == "_StridedShard" and ("Shard", dim) not in cuts for kind, dim in cuts)
 
 
-def _looks_fused(weight: _Weight) -> bool:
+def _looks_fused(weight: HeldParameter) -> bool:
     """Tell by names and megatron-core's partition attributes whether a weight looks fused."""
-    names = (weight.child, weight.place.leaf.removesuffix("_weight"))
-    return (weight.param.dim() == 2 or weight.place.is_stack) and (
+    names = (weight.child, weight.leaf.removesuffix("_weight"))
+    return (weight.param.dim() == 2 or weight.is_stack) and (
         any(map(_FUSED_NAME.fullmatch, names))
         or _has_gates(weight)
         or _has_experts(weight)
@@ -294,21 +266,21 @@ def _looks_fused(weight: _Weight) -> bool:
     )
 
 
-def _has_gates(weight: _Weight) -> bool:
+def _has_gates(weight: HeldParameter) -> bool:
     """Whether it is a recurrent layer's, with several gates, as LSTM and GRU have."""
-    if not _RECURRENT.match(weight.place.leaf):
+    if not _RECURRENT.match(weight.leaf):
         return False
     # it has as many rows as the one that multiplies the state, which without gates is square
-    its = dict(weight.linear.named_parameters(recurse=False))
-    state = its.get(_RECURRENT.sub("weight_hh", weight.place.leaf))
+    its = dict(weight.module.named_parameters(recurse=False))
+    state = its.get(_RECURRENT.sub("weight_hh", weight.leaf))
     return state is not None and whole_shape(state)[0] > whole_shape(state)[-1]
 
 
-def _has_experts(weight: _Weight) -> bool:
+def _has_experts(weight: HeldParameter) -> bool:
     """Whether it is 2-D, but has rows of several experts, whose number its module gives."""
-    counts = (getattr(weight.linear, name, None) for name in _EXPERTS)
+    counts = (getattr(weight.module, name, None) for name in _EXPERTS)
     count = next((n for n in counts if isinstance(n, int)), 1)
     rows = whole_shape(weight.param)[0]
     is_cut = 1 < count < rows and rows % count == 0
-    place = weight.place
-    return is_cut and weight.param.dim() == 2 and place.is_of_experts and not place.why_vector
+    is_matrix = is_cut and weight.param.dim() == 2
+    return is_matrix and weight.is_of_experts and not weight.why_vector

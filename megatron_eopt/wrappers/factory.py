@@ -32,7 +32,7 @@ from megatron_eopt.config.registry import (
 from megatron_eopt.config.settings import Settings, resolve
 from megatron_eopt.math import resolve_coefficients, sound_precision
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
-from megatron_eopt.routing.global_names import name_parameters, names_in
+from megatron_eopt.routing.global_names import name_parameters, names_of
 from megatron_eopt.routing.groups import Group
 from megatron_eopt.routing.model import Routing, log_routing, route_model
 from megatron_eopt.routing.parameters import check_dtypes
@@ -238,8 +238,8 @@ def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
     sets = buffer_sets(
         model_chunks, context.pg_collection, use_gloo=context.use_gloo, redistributed=mixed
     )
-    scaler, names = make_scaler(settings.loss_scale), names_in(model_chunks)
-    name_parameters(model_chunks)
+    scaler, names = make_scaler(settings.loss_scale), names_of(routing.places)
+    name_parameters(routing.places)
     sharding = Sharding(settings, model_chunks, sets, names, scaler, routing.matrices)
     if mixed:
         # a spec without groups is there if no rank trains anything

@@ -46,6 +46,7 @@ from megatron_eopt.routing.parameters import (
     tables,
     trainable_parameters,
 )
+from megatron_eopt.routing.places import places_in
 from megatron_eopt.routing.plain_names import match_names, plain_paths
 from megatron_eopt.storage.local_tensors import local_of, part_of
 from megatron_eopt.storage.units import take_attributes
@@ -145,7 +146,8 @@ def _route(
 ) -> Routing:
     """Route a model by its modules and its output layers; collective."""
     of_outputs = [param for module in outputs.values() for param in module.parameters()]
-    parameters = trainable_parameters([model], of_outputs, stacks=True)
+    places = places_in([model])
+    parameters = trainable_parameters(places, of_outputs, stacks=True)
     given = {} if config_overrides is None else config_overrides
     overrides = raise_together(lambda: overrides_for(settings, given))
     standard = overrides_for(settings, None)
@@ -154,7 +156,7 @@ def _route(
     # only while overrides are matched, since a mark would stay on the user's model
     with _marked(item.param for item in parameters if item.is_embedding):
         routing = route_parameters(settings, parameters, overrides, standard)
-    routing = with_splits(routing, settings, [model])
+    routing = with_splits(routing, settings, places)
     raise_together(lambda: _refuse_sparse(model))
     mine = {r.parameter.param for r in routing.routes if r.optimizer == settings.optimizer}
     heads = [

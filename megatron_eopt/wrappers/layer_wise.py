@@ -14,7 +14,8 @@ from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.config.checks import check_alike
 from megatron_eopt.config.settings import RunSettings, resolve_run
 from megatron_eopt.optimizers.update_rule import refuse_group, refuse_state
-from megatron_eopt.routing.global_names import name_parameters, names_in
+from megatron_eopt.routing.global_names import name_parameters, names_of
+from megatron_eopt.routing.places import places_in
 from megatron_eopt.storage.process_groups import process_groups
 from megatron_eopt.wrappers.builders import check_chunks
 from megatron_eopt.wrappers.chain import OptimizerChain
@@ -70,16 +71,17 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
                 chunks = [AllReducedChunk(trained, process_groups(pg_collection))]
             check_model_chunks(chunks, reuses=settings.config.reuse_grad_buf_for_mxfp8_param_ag)
             qk_clip.prepare(chunks)
-            name_parameters(chunks)
             exempt = bool(settings.first_field("skip_grad_clip"))
             return settings, chunks, _bases(optimizers, init_state_fn_list, exempt=exempt)
 
         settings, chunks, specs = raise_together(checked)
         check_alike(settings.config)
+        places = places_in(chunks)
+        name_parameters(places)
         sets = buffer_sets(chunks, pg_collection, use_gloo=True, redistributed=True)
         scaler = make_scaler(settings.loss_scale)
         # the optimizers came without routing, so they say themselves how weights are split
-        sharding = Sharding(settings, chunks, sets, names_in(chunks), scaler, {})
+        sharding = Sharding(settings, chunks, sets, names_of(places), scaler, {})
         self._build(specs, sharding, pg_collection)
         for optimizer in optimizers:
             # torch has hooks for state, but none for groups

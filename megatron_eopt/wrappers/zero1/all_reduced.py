@@ -14,7 +14,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 
 class AllReducedBuffer:
@@ -94,7 +94,7 @@ class AllReducedBuffer:
         bucket.set_layerwise_params_list(by_rank)
 
 
-class AllReducedChunk:
+class AllReducedChunk(nn.Module):
     """Stands in for wrapped model chunks if a caller has only all-reduced parameters.
 
     Args:
@@ -103,9 +103,11 @@ class AllReducedChunk:
     """
 
     def __init__(self, params: Sequence[Tensor], pg_collection: Any) -> None:
+        super().__init__()
         self.ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=False)
         self.config: Any = None
-        self.buffers: list[Any] = []
+        # as in DDP's wrapper, this is no method of torch's
+        self.buffers: list[Any] = []  # type: ignore[assignment]
         self.expert_parallel_buffers: list[Any] = []
         for key, (members, indices) in group_params_for_buffers(list(params), True).items():
             # the attributes that are read from DDP's gradient buffers
@@ -120,9 +122,7 @@ class AllReducedChunk:
             )
             kind = self.expert_parallel_buffers if key.is_expert_parallel else self.buffers
             kind.append(buffer)
-
-    def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """Return the parameters, named by their index because their names are not known."""
         every = [*self.buffers, *self.expert_parallel_buffers]
-        params = (param for buffer in every for param in buffer.params)
-        return [(f"parameter {number}", param) for number, param in enumerate(params)]
+        # their names are not known, and torch's method would refuse plain tensors
+        for number, param in enumerate(param for buffer in every for param in buffer.params):
+            self._parameters[f"parameter {number}"] = param

@@ -94,7 +94,7 @@ def test_an_entry_with_upstreams_names_means_what_it_says():
     run_ranks(1, _an_entry_of_its_own)
 
 
-def _wrapped(run, cls):
+def _wrapped(run, cls, *, with_chunks=True):
     chunk = make_chunk(run)
     config = runs.make_config(run)
     qkv = named(chunk, "linear_qkv.weight")
@@ -102,7 +102,8 @@ def _wrapped(run, cls):
     matrices, others = runs.param_groups(run, config, chunk)
     matrices, others = ([g for g in groups if g["params"]] for groups in (matrices, others))
     bases = [runs.muon_over(matrices, config, chunk, cls), runs.adam_over(others, config)]
-    return chunk, qkv, bases, LayerWiseDistributedOptimizer(bases, config, None, None, [chunk])
+    chunks = [chunk] if with_chunks else None
+    return chunk, qkv, bases, LayerWiseDistributedOptimizer(bases, config, None, None, chunks)
 
 
 def _groups_of_bases():
@@ -140,6 +141,20 @@ def _upstreams_muon():
 
 def test_upstreams_muon_splits_fused_weights_at_owners():
     run_ranks(2, _upstreams_muon)
+
+
+def _without_chunks():
+    weights = []
+    for with_chunks in (True, False):
+        chunk, _, _, chain = _wrapped(PLAIN, TensorParallelMuon, with_chunks=with_chunks)
+        inject(PLAIN, chunk, 0)
+        chain.step()
+        weights.append([param.detach().clone() for param in chunk.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+def test_parameters_alone_step_as_those_of_known_chunks():
+    run_ranks(2, _without_chunks)
 
 
 def _members_alone(prepared):

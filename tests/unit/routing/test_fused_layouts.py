@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_eopt.matrices import Split, matrix_rows
+from megatron_eopt.routing.places import places_in
 from megatron_eopt.routing.splits import find_splits
 from tests.harness import run_ranks
 from tests.reference.parts import merge_local, split_local
@@ -19,7 +20,7 @@ ALL: Any = ("qkv", "gated", "mla", "linear_attention")
 
 
 def only(module: nn.Module) -> tuple[nn.Parameter, Split]:
-    ((param, split),) = find_splits([module], which=ALL).items()
+    ((param, split),) = find_splits(places_in([module]), which=ALL).items()
     return param, split
 
 
@@ -129,7 +130,7 @@ def zeroed(tp_size: int, fused: bool, low_rank: bool, cases: list[tuple[str, str
     """Return, for each case, the names of what became zero."""
     settings = modules.mla_config(tp_size, **({} if low_rank else {"q_lora_rank": None}))
     module = modules.mla(settings, fused=fused)
-    splits = find_splits([module], which=["mla"])
+    splits = find_splits(places_in([module]), which=["mla"])
     assert len(splits) == len({linear for linear, _, _ in cases}) + (0 if low_rank else 2)
     return [zeros_after(module, splits, tp_size, *case[:2]) for case in cases]
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.routing.places import places_in
 from megatron_eopt.routing.splits import find_splits
 from tests.unit.fsdp2.model import config, eager
 
@@ -21,7 +22,7 @@ from tests.unit.fsdp2.model import config, eager
 def test_a_transposed_convolution_is_one_matrix(layer, shape):
     model = nn.Sequential(layer)
     optimizer = build_optimizer(model, config(muon_convolutions=True))
-    (split,) = find_splits([model], which=(), flattened={layer.weight}).values()
+    (split,) = find_splits(places_in([model]), which=(), flattened={layer.weight}).values()
     assert (split.shape, split.transposed, len(split.matrices)) == (shape, True, 1)
     before = layer.weight.detach().clone()
     layer.weight.grad = torch.randn_like(layer.weight)
@@ -39,7 +40,7 @@ def test_gpt2s_layers_build():
     build_optimizer(model, config())
     block = model.transformer.h[0]
     weights = (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
-    splits = find_splits([model], which=())
+    splits = find_splits(places_in([model]), which=())
     found = [splits[linear.weight] for linear in weights]
     assert [split.shape for split in found] == [(8, 24), (8, 8), (8, 32), (32, 8)]
     assert all(split.transposed and len(split.matrices) == 1 for split in found)

@@ -106,7 +106,7 @@ FOUND = list(classes())
 @eager
 def test_experts_of_transformers_step_as_linear_layers(home, name):
     module = make(home, name)
-    stacks = {p.leaf: p.param for p in places_in(module) if p.is_stack}
+    stacks = {p.leaf: p.param for p in places_in([module]) if p.is_stack}
     assert bool(stacks) == ("Experts" in name)
     settings = config(muon_scale_mode="unit_rms_norm")
     model = nn.Sequential(module)
@@ -301,7 +301,7 @@ def test_gate_and_up_are_halves_only_where_the_code_cuts_them(cls, is_known):
     model = nn.ModuleDict({"experts": cls()})
     with listening() as lines:
         build_optimizer(model, config())
-    found = {split.kind for split in find_splits([model], which=["gated"]).values()}
+    found = {split.kind for split in find_splits(places_in([model]), which=["gated"]).values()}
     assert ("gated" in found) == is_known
     assert any("look fused" in line for line in lines) != is_known
 
@@ -360,7 +360,10 @@ def test_parametrized_and_scripted_modules():
     model = Network()
     for name in ("gate_up_proj", "down_proj"):
         parametrize.register_parametrization(model.experts, name, Same())
-    plain, found = find_splits([Network()], which=["gated"]), find_splits([model], which=["gated"])
+    plain, found = (
+        find_splits(places_in([Network()]), which=["gated"]),
+        find_splits(places_in([model]), which=["gated"]),
+    )
     assert {*found.values()} == {*plain.values()}
     assert {split.kind for split in found.values()} == {"gated", "transposed"}
     build_optimizer(nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4)), config())

@@ -14,6 +14,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.matrices import gated
 from megatron_eopt.routing.model import route_model
+from megatron_eopt.routing.places import places_in
 from megatron_eopt.routing.splits import find_splits
 from tests.harness import run_ranks
 from tests.unit.routing import modules
@@ -24,7 +25,7 @@ SINGLE = {"moe_single_grouped_weight": True}
 
 def table(model: nn.Module, which: Any = ALL) -> dict[str, tuple[str, tuple[int, ...], str]]:
     """Name every split and describe it."""
-    splits = find_splits([model], which=which)
+    splits = find_splits(places_in([model]), which=which)
     return {
         name: (splits[param].kind, splits[param].shape, splits[param].describe())
         for name, param in model.named_parameters()
@@ -150,7 +151,7 @@ HEADS = [
 def heads() -> None:
     modules.set_up(1)
     for build, expected in HEADS:
-        splits = find_splits([build()], which=[*ALL, "per_head"]).values()
+        splits = find_splits(places_in([build()]), which=[*ALL, "per_head"]).values()
         found = {part.name: (part.count, part.shape) for split in splits for part in split.parts}
         assert expected.items() <= found.items()
 
@@ -196,7 +197,7 @@ class Ported(nn.Module):
 def test_what_looks_fused_and_is_unknown_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.ModuleDict({"a": Ported(), "b": Ported(), "c": nn.MultiheadAttention(4, 2)})
     with caplog.at_level(logging.WARNING):
-        assert find_splits([model], which=ALL) == {}
+        assert find_splits(places_in([model]), which=ALL) == {}
     (record,) = caplog.records
     message = record.getMessage()
     for name in ("a.qkv_proj.weight", "b.qkv_proj.weight", "c.in_proj_weight", "eopt_split"):
@@ -233,7 +234,7 @@ def test_a_split_that_does_not_fit_is_an_error(attributes: dict[str, Any], words
     for name, value in attributes.items():
         setattr(model.qkv_proj.weight, name, value)
     with pytest.raises(ConfigurationError, match=words):
-        find_splits([model], which=ALL)
+        find_splits(places_in([model]), which=ALL)
 
 
 class GatedLayers(nn.ModuleDict):

@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import build_optimizer
-from megatron_eopt.routing.global_names import counted_names
+from megatron_eopt.routing.places import places_in
 from tests.harness import run_ranks
 from tests.harness.log import listening
 from tests.unit.fsdp2.model import config, cut, eager, far, set_gradients, weights
@@ -174,7 +174,7 @@ def routing(model: nn.Module) -> dict[str, tuple[str, ...]]:
         build_optimizer(model, config(print_optimizer_routing=True))
     (table,) = (line for line in lines if line.startswith("optimizer routing"))
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[3:]]
-    names = {plain(name): plain(counted) for name, (counted, _) in counted_names(model).items()}
+    names = {plain(p.name): plain(p.global_name) for p in places_in([model])}
     return {plain(name): (names[plain(name)], *its) for name, *its in rows}
 
 

@@ -131,12 +131,12 @@ def routes(model: nn.Module, **fields: Any) -> dict[str, tuple[str, str]]:
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.1, **fields)
     found = output_layers(model, OUTPUT_LAYERS).values()
     outputs = [param for module in found for param in module.parameters()]
-    parameters = trainable_parameters([model], outputs, stacks=True)
+    parameters = trainable_parameters(places_in([model]), outputs, stacks=True)
     by_param = {
         id(route.parameter.param): (route.optimizer, route.why)
         for route in route_all(parameters, {}, resolve(config))
     }
-    named = {f"{p.path}.{p.leaf}".strip("."): by_param[id(p.param)] for p in places_in(model)}
+    named = {f"{p.path}.{p.leaf}".strip("."): by_param[id(p.param)] for p in places_in([model])}
     return {
         name.removeprefix("policy."): route for name, route in named.items() if "value" not in name
     }

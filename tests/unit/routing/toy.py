@@ -7,6 +7,7 @@ import torch
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.routing.groups import Group, build_groups, summarize
 from megatron_eopt.routing.parameters import trainable_parameters
+from megatron_eopt.routing.places import places_in
 from megatron_eopt.routing.routes import Route, route_all
 
 
@@ -30,7 +31,7 @@ class Toy(torch.nn.Module):
 
 def routes_of(config: Any, overrides: Any = None, model: torch.nn.Module | None = None) -> Any:
     """Return the routes of ``model`` by name."""
-    parameters = trainable_parameters([model or Toy()])
+    parameters = trainable_parameters(places_in([model or Toy()]))
     routes = route_all(parameters, overrides or {}, resolve(config))
     return {route.parameter.name: route for route in routes}
 
