@@ -13,7 +13,8 @@ from megatron_eopt.config.arguments import (
     entry_kwargs,
     qkv_split_shapes,
 )
-from megatron_eopt.config.fields import kwargs_from_config
+from megatron_eopt.config.checks import check_arguments
+from megatron_eopt.config.fields import kwargs_from_config, set_arguments
 from megatron_eopt.config.registry import EmergingOptimizerEntry, register_optimizer
 from megatron_eopt.math import coefficient_names
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
@@ -70,9 +71,12 @@ def _create_emerging_optimizer(
     model_chunks: Sequence[Any],
     pg_collection: Any,
 ) -> tuple[torch.optim.Optimizer, Any]:
+    entry = registry.entry_of(eopt_name)
     kwargs = entry_kwargs(eopt_name, config, model_chunks, pg_collection)
-    init_state_fn = registry.entry_of(eopt_name).init_state_fn
-    return constructed(eopt_name, config, param_groups, kwargs), init_state_fn
+    found = set_arguments(entry.optimizer_cls, registry.prefixes_of(eopt_name), config)
+    # nobody has resolved this configuration, and checked its values
+    check_arguments(eopt_name, kwargs, {argument: field for argument, (field, _) in found.items()})
+    return constructed(eopt_name, config, param_groups, kwargs), entry.init_state_fn
 
 
 def _default_adam_based_eopt_config_to_kwargs(

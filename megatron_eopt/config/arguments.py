@@ -7,13 +7,9 @@ from typing import Any
 import torch
 
 from megatron_eopt.base.errors import ConfigurationError, naming
-from megatron_eopt.config.checks import check_arguments
+from megatron_eopt.config.checks import check_arguments, check_iteration
 from megatron_eopt.config.config import complete
-from megatron_eopt.config.fields import (
-    constructor_arguments,
-    kwargs_from_config,
-    names_of_arguments,
-)
+from megatron_eopt.config.fields import constructor_parameters, set_arguments
 from megatron_eopt.config.registry import entry_of, prefixes_of
 from megatron_eopt.config.settings import RunSettings
 
@@ -39,22 +35,26 @@ def constructed(
     Raises:
         ConfigurationError: If no field gives an argument that is needed, or one is refused.
     """
-    cls = entry_of(name).optimizer_cls
+    cls, prefixes = entry_of(name).optimizer_cls, prefixes_of(name)
+    given = kwargs | own
     _, *arguments = inspect.signature(cls).parameters.values()
     for one in arguments:
         is_named = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-        if is_named and one.default is one.empty and one.name not in kwargs | own:
+        if is_named and one.default is one.empty and one.name not in given:
             rule = f"is an argument of {cls.__name__} without a default, and no field sets it"
             hint = (
                 "Give it a default, add the field to a subclass of EmergingOptimizerConfig, or "
                 "pass config_to_kwargs to register_optimizer"
             )
-            raise ConfigurationError(f"{prefixes_of(name)[0]}_{one.name}", None, rule, hint)
-    names = names_of_arguments(cls, prefixes_of(name), config)
-    fields = {argument: field for argument, field in names.items() if argument not in own}
-    check_arguments(name, kwargs | own, fields)
+            raise ConfigurationError(f"{prefixes[0]}_{one.name}", None, rule, hint)
+    found = set_arguments(cls, prefixes, config)
+    fields = {argument: field for argument, (field, _) in found.items() if argument not in own}
+    # the values of fields were checked when the configuration was resolved
+    others = {n: v for n, v in given.items() if n not in found or repr(found[n][1]) != repr(v)}
+    check_arguments(name, others, fields)
+    check_iteration(name, given, fields)
     with naming(fields):
-        optimizer: torch.optim.Optimizer = cls(groups, **kwargs | own)
+        optimizer: torch.optim.Optimizer = cls(groups, **given)
     return optimizer
 
 
@@ -73,10 +73,11 @@ def emerging_kwargs(
 ) -> dict[str, Any]:
     """Return the arguments of an optimizer that takes all of them from prefixed fields.
 
-    ``betas`` default to Adam's if no field sets them.
+    Betas that no field sets are Adam's.
     """
-    kwargs = kwargs_from_config(optimizer_cls, prefixes, config)
-    arguments = constructor_arguments(optimizer_cls)
+    found = set_arguments(optimizer_cls, prefixes, config)
+    kwargs = {argument: value for argument, (_, value) in found.items()}
+    arguments = constructor_parameters(optimizer_cls)
     decoupled = getattr(config, "decoupled_weight_decay", True)
     if "use_decoupled_weight_decay" in arguments:
         kwargs["use_decoupled_weight_decay"] = decoupled
@@ -86,8 +87,6 @@ def emerging_kwargs(
     elif not decoupled:
         rule = f"{prefixes[0]} supports decoupled weight decay only"
         raise ConfigurationError("decoupled_weight_decay", False, rule, "Set it to True")
-    if "betas" in arguments:
-        kwargs.setdefault("betas", (config.adam_beta1, config.adam_beta2))
     if "pg_collection" in arguments:
         kwargs["pg_collection"] = pg_collection
     return kwargs

@@ -24,8 +24,7 @@ from megatron_eopt.base.names import (
 from megatron_eopt.config.fields import (
     constructor_parameters,
     consumed_fields,
-    kwargs_from_config,
-    names_of_arguments,
+    set_arguments,
     type_of,
     unconsumed,
 )
@@ -187,8 +186,12 @@ def check_values(config: Any, optimizers: Collection[str]) -> None:
             with naming({"backend": "muon_backend"}):
                 get_backend(backend)
     for optimizer in set(optimizers) - set(STANDARD_OPTIMIZERS):
-        of_class = entry_of(optimizer).optimizer_cls, prefixes_of(optimizer), config
-        check_arguments(optimizer, kwargs_from_config(*of_class), names_of_arguments(*of_class))
+        cls = entry_of(optimizer).optimizer_cls
+        found = set_arguments(cls, prefixes_of(optimizer), config)
+        arguments = {argument: value for argument, (_, value) in found.items()}
+        fields = {argument: field for argument, (field, _) in found.items()}
+        check_arguments(optimizer, arguments, fields)
+        check_iteration(optimizer, arguments, fields)
 
 
 def refuse_cautious_decay(config: Any, optimizers: Iterable[str]) -> None:
@@ -226,6 +229,13 @@ def check_arguments(
             )
         elif kind.choices and value is not None:
             check_choice(field, value, kind.choices)
+
+
+def check_iteration(
+    optimizer: str, arguments: Mapping[str, Any], fields: Mapping[str, str]
+) -> None:
+    """Raise a ConfigurationError if an optimizer's Newton-Schulz iteration would diverge."""
+    parameters = constructor_parameters(entry_of(optimizer).optimizer_cls)
     given = {name: one.default for name, one in parameters.items()} | dict(arguments)
     # our Muon computes products that would diverge in float32 instead, and warns
     if is_muon(optimizer) or not parameters.keys() >= _OF_ITERATION.keys():

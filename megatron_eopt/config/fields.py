@@ -62,6 +62,7 @@ def field_docs(config_cls: type) -> dict[str, str]:
     return docs
 
 
+@cache
 def constructor_parameters(optimizer_cls: type) -> Mapping[str, inspect.Parameter]:
     """Return a class's constructor arguments by name, following ``**kwargs`` to its bases.
 
@@ -85,11 +86,6 @@ def constructor_parameters(optimizer_cls: type) -> Mapping[str, inspect.Paramete
     return found
 
 
-def constructor_arguments(optimizer_cls: type) -> list[str]:
-    """Return the names of a class's constructor arguments, following ``**kwargs`` to its bases."""
-    return list(constructor_parameters(optimizer_cls))
-
-
 def kwargs_from_config(
     optimizer_cls: type, prefix: str | Sequence[str], config: object
 ) -> dict[str, Any]:
@@ -98,21 +94,26 @@ def kwargs_from_config(
     Of several prefixes, the most specific comes first.
     """
     prefixes = (prefix,) if isinstance(prefix, str) else tuple(prefix)
-    names = constructor_arguments(optimizer_cls)
+    names = constructor_parameters(optimizer_cls)
     return {name: found[1] for name in names if (found := _look_up(name, prefixes, config))}
 
 
-def names_of_arguments(
+def set_arguments(
     optimizer_cls: type, prefixes: Sequence[str], config: object
-) -> dict[str, str]:
-    """Return the field of ``config`` from which each constructor argument comes.
+) -> dict[str, tuple[str, Any]]:
+    """Return the field of ``config`` that sets each constructor argument, and its value.
 
-    Two fields, such as ``lion_beta1`` and ``lion_beta2``, are called ``lion_beta``.
+    Betas that no field sets are Adam's. Two fields, such as ``lion_beta1`` and ``lion_beta2``, are
+    called ``lion_beta``.
     """
-    among = dict.fromkeys(constructor_arguments(optimizer_cls), tuple(prefixes))
-    if "betas" in among:
-        among["betas"] += ("adam",)
-    return {name: found[0] for name in among if (found := _look_up(name, among[name], config))}
+    found = {}
+    for name in constructor_parameters(optimizer_cls):
+        setting = _look_up(name, prefixes, config)
+        if setting is None and name == "betas":
+            setting = _look_up(name, ("adam",), config)
+        if setting is not None:
+            found[name] = setting
+    return found
 
 
 def first_field(config: object, name: str, prefixes: Sequence[str]) -> Any:
@@ -131,9 +132,9 @@ def unconsumed(config: object, prefixes: Sequence[str], consumed: Iterable[str])
 
 def consumed_fields(optimizer_cls: type, prefixes: Sequence[str]) -> set[str]:
     """Return the prefixed field names from which a constructor's arguments may come."""
-    names = constructor_arguments(optimizer_cls)
+    names = {*constructor_parameters(optimizer_cls)}
     if "betas" in names:
-        names += ["beta1", "beta2"]
+        names |= {"beta1", "beta2"}
     return {f"{prefix}_{name}" for prefix in prefixes for name in names}
 
 

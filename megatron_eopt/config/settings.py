@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
@@ -30,14 +29,6 @@ _UPSTREAM = (
 
 
 @dataclass(frozen=True)
-class LossScale:
-    """The requested loss scale."""
-
-    constant: float | None  # None for a dynamic scale
-    dynamic: Mapping[str, Any]  # arguments of megatron-core's ``DynamicGradScaler``
-
-
-@dataclass(frozen=True)
 class RunSettings:
     """Settings of a run that do not depend on its optimizers."""
 
@@ -48,9 +39,7 @@ class RunSettings:
     original: Any = field(repr=False, compare=False)
     # the 16-bit type of weights, which then have float32 main copies; None for float32
     half: Literal["bf16", "fp16"] | None
-    loss_scale: LossScale | None
     offload_fraction: float  # share of main weights and state kept in host memory
-    upstream_modes: tuple[str, ...] = ()  # the modes like _UPSTREAM that are on
     prefixes: tuple[str, ...] = ("muon",)  # prefixes of the configuration fields in use
 
     def first_field(self, name: str) -> Any:
@@ -80,6 +69,16 @@ class Settings(RunSettings):
     def is_standard(self) -> bool:
         """Whether the main optimizer is Adam or SGD."""
         return self.optimizer in STANDARD_OPTIMIZERS
+
+    @property
+    def upstream_modes(self) -> tuple[str, ...]:
+        """The modes that are on and that only megatron-core's own Adam and SGD support."""
+        if not self.is_standard:
+            return ()  # these modes raise an error, or this package has its own
+        modes = [*_UPSTREAM, *(["optimizer_cuda_graph"] if self.optimizer == "adam" else [])]
+        if self.of_dtensors:
+            modes.remove("optimizer_cpu_offload")  # megatron-core's cannot step DTensors
+        return tuple(mode for mode in modes if getattr(self.config, mode))
 
     def splits_weights_of(self, optimizer: str) -> bool:
         """Return whether an optimizer updates the matrices in a fused weight separately.
@@ -121,17 +120,19 @@ def resolve(config: Any) -> Settings:
     """
     original, config = config, complete(read_config(config))
     name, storage = _name_and_storage(config)
-    standard: dict[str, Any] = {"scalar": name, "prefixes": (name,)}
-    # with other optimizers these modes raise an error, or this package has its own
-    modes = (*_UPSTREAM, "optimizer_cuda_graph") if name == "adam" else _UPSTREAM
-    standard["upstream_modes"] = tuple(mode for mode in modes if getattr(config, mode))
-    chosen = standard if name in STANDARD_OPTIMIZERS else _of_emerging(name, config)
-    checks.check_values(config, {name, chosen["scalar"]})
+    is_standard = name in STANDARD_OPTIMIZERS
+    scalar = name if is_standard else "adam"
+    if not is_standard and "muon_scalar_optimizer" in registry.consumed_by(name):
+        scalar = config.muon_scalar_optimizer
+        check_choice("muon_scalar_optimizer", scalar, SCALAR_OPTIMIZERS)
+    checks.check_values(config, {name, scalar})
     if config.muon_overlap_dp_comm:
         checks.refuse_for_overlap(config, is_served=(name, storage) == ("muon", "sharded"))
     splits: tuple[SplitT, ...] = get_args(SplitT.__value__)
     return Settings(
-        **_of_the_run(config, original) | chosen,
+        **_of_the_run(config, original),
+        prefixes=registry.prefixes_of(name),
+        scalar=scalar,
         optimizer=name,
         storage=storage,
         recommended=isinstance(config, EmergingOptimizerConfig),
@@ -153,15 +154,6 @@ def resolve_run(config: Any) -> RunSettings:
     return RunSettings(**_of_the_run(config, original))
 
 
-def _of_emerging(name: str, config: Any) -> dict[str, Any]:
-    prefixes = registry.prefixes_of(name)
-    chosen: dict[str, Any] = {"scalar": "adam", "prefixes": prefixes}
-    if "muon_scalar_optimizer" in registry.consumed_by(name):
-        chosen["scalar"] = config.muon_scalar_optimizer
-        check_choice("muon_scalar_optimizer", chosen["scalar"], SCALAR_OPTIMIZERS)
-    return chosen
-
-
 def _of_the_run(config: Any, original: Any) -> dict[str, Any]:
     warn_of_untested_releases()
     offloads = config.optimizer_cpu_offload
@@ -169,25 +161,8 @@ def _of_the_run(config: Any, original: Any) -> dict[str, Any]:
         "config": config,
         "original": original,
         "half": "bf16" if config.bf16 else "fp16" if config.fp16 else None,
-        "loss_scale": _loss_scale(config),
         "offload_fraction": config.optimizer_offload_fraction if offloads else 0.0,
     }
-
-
-def _loss_scale(config: Any) -> LossScale | None:
-    if config.loss_scale:
-        return LossScale(config.loss_scale, {})
-    if not config.fp16:
-        return None
-    dynamic = {
-        "initial_scale": config.initial_loss_scale,
-        "min_scale": config.min_loss_scale,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": config.loss_scale_window,
-        "hysteresis": config.hysteresis,
-    }
-    return LossScale(None, dynamic)
 
 
 def _name_and_storage(config: Any) -> tuple[str, StorageT]:

@@ -163,22 +163,23 @@ def route_parameters(
         text = "optimizer=%r is not used: no trainable parameter is a matrix, so all use %s. "
         text += "--print-optimizer-routing shows the reason for each"
         logger.warning(text, settings.optimizer, " and ".join(sorted(names)))
-    raise_together(lambda: check_values(settings.config, names))
+    # the others were checked when the configuration was resolved
+    if chosen := names - {settings.optimizer, settings.scalar}:
+        raise_together(lambda: check_values(settings.config, chosen))
     warn_of_unused(settings.config, settings.optimizer, names | {settings.scalar})
     return routing
 
 
 def with_splits(routing: Routing, settings: Settings, places: Sequence[HeldParameter]) -> Routing:
     """Return the routing with the splits of fused weights; collective over all ranks."""
-    unsplit = {
-        route.parameter.param
-        for route in routing.routes
-        if not settings.splits_weights_of(route.optimizer)
-    }
+    used = routing.optimizers
+    splitting = {name for name in used if settings.splits_weights_of(name)}
+    of_matrices = {name for name in used if state_layout_of(name) != "element_wise"}
+    unsplit = {r.parameter.param for r in routing.routes if r.optimizer not in splitting}
     flattened = {
         route.parameter.param
         for route in routing.routes
-        if route.parameter.is_convolution and state_layout_of(route.optimizer) != "element_wise"
+        if route.parameter.is_convolution and route.optimizer in of_matrices
     }
     how: Any = {"which": settings.splits, "unsplit": unsplit, "flattened": flattened}
     splits = raise_together(lambda: find_splits(places, **how))
@@ -210,7 +211,7 @@ def with_splits(routing: Routing, settings: Settings, places: Sequence[HeldParam
     as_stored = [
         r.parameter.name
         for r in routing.routes
-        if state_layout_of(r.optimizer) != "element_wise"
+        if r.optimizer in of_matrices
         and (split := splits.get(r.parameter.param)) is not None
         and split.kind == NO_ORDER
     ]

@@ -168,15 +168,16 @@ def check_dtypes(names: Mapping[torch.Tensor, str], what: str, *, double: bool =
         double: Whether float64 is kept.
     """
     for param, name in names.items():
-        if param.is_complex():
+        dtype = param.dtype
+        if dtype.is_complex:
             rule = f"{what} does not update complex numbers"
             hint = "Store torch.view_as_real of it, or use build_optimizer in your own loop"
-        elif param.dtype == torch.float64 and not double:
+        elif dtype == torch.float64 and not double:
             rule = f"{what} computes in float32, which would round it in each step"
             hint = "Convert it to float32"
         else:
             continue
-        raise ConfigurationError(name, param.dtype, rule, hint)
+        raise ConfigurationError(name, dtype, rule, hint)
 
 
 def tables() -> tuple[type[torch.nn.Module], ...]:

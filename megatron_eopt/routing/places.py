@@ -155,8 +155,8 @@ def _numbers_in(
     for path, module in modules.items():
         above, _, child = path.rpartition(".")
         # Megatron's numbers begin with 1, but those of other modules may begin with 0
-        number = getattr(module, "layer_number", None)
-        if child.isdigit() and isinstance(number, int) and of_megatron(module):
+        number = getattr(module, "layer_number", None) if child.isdigit() else None
+        if isinstance(number, int) and of_megatron(module):
             layers[path] = str(number - 1)
         if path:
             # what a rank calls expert 0 is another expert on each expert-parallel rank

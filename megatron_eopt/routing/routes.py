@@ -166,9 +166,9 @@ def _matches(key: ParamKey, parameter: ModelParameter) -> bool:
     """Return whether a key matches a parameter, however the model was and is wrapped."""
     patterns = (key.name,) if isinstance(key.name, str) else key.name
     plain = (plain_pattern(item, has_module=parameter.of_own_module) for item in patterns)
-    return any(
-        key.matches(parameter.param, name) for name in dict.fromkeys(parameter.matched_names)
-    ) or any(fnmatch(parameter.matched_names[0], item) for item in plain)
+    return any(key.matches(parameter.param, name) for name in parameter.matched_names) or any(
+        fnmatch(parameter.matched_names[0], item) for item in plain
+    )
 
 
 def with_callers_grouping(
@@ -249,9 +249,14 @@ def route_all(
     Raises:
         ConfigurationError: If overrides disagree, or name an unknown or unsuitable optimizer.
     """
-    defaults = settings.default_overrides
-    routes = [_route(item, overrides, standard or {}, defaults, settings) for item in parameters]
-    rates = {name: settings.own_rates(name) for name in {route.optimizer for route in routes}}
+    defaults = _Defaults(settings)
+    routes = [_route(item, overrides, standard or {}, defaults) for item in parameters]
+    used = {route.optimizer for route in routes}
+    of_matrices = {name for name in used if registry.state_layout_of(name) != "element_wise"}
+    for route in routes:
+        if route.optimizer in of_matrices:
+            _check_shape(route.parameter, route.optimizer)
+    rates = {name: settings.own_rates(name) for name in used}
     values = [_multiplied({**rates[r.optimizer], **r.values}, settings) for r in routes]
     return [replace(route, values=own) for route, own in zip(routes, values, strict=True)]
 
@@ -280,53 +285,57 @@ def _route(
     parameter: ModelParameter,
     overrides: registry.Overrides,
     standard: registry.Overrides,
-    defaults: registry.Overrides,
-    settings: Settings,
+    defaults: "_Defaults",
 ) -> Route:
     wanted, labels = merge(parameter, overrides)
     usual, _ = merge(parameter, standard)
     if "start_wd" in wanted:
         usual.pop("wd_mult", None)  # the weight decay that was asked for, not a part of it
-    default, reasons = _by_default(parameter, defaults, settings)
+    default, reasons = defaults.of(parameter)
     values = {**default, **usual, **wanted}
-    optimizer = values.pop("optimizer", settings.optimizer)
+    optimizer = values.pop("optimizer", defaults.main)
     if "optimizer" in wanted:
         check_choice("config_overrides[...]['optimizer']", optimizer, registry.optimizer_names())
-    _check_shape(parameter, optimizer)
-    if "optimizer" in wanted:
         why = "config_overrides: " + "; ".join(labels)
-    elif optimizer != settings.optimizer or not defaults:
+    elif optimizer != defaults.main or not defaults.overrides:
         why = "; ".join(reasons) or "every parameter"
     else:
         why = "matrix"
     return Route(parameter, optimizer, values, labels, why)
 
 
-def _by_default(
-    parameter: ModelParameter, defaults: registry.Overrides, settings: Settings
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a parameter's settings without the user's overrides, and the reasons for them."""
-    excluded = parameter.is_excluded and not settings.first_field("ignore_use_muon")
-    by_module = settings.recommended or settings.of_dtensors
-    reason = parameter.why_not_matrix(
-        by_module=by_module, convolutions=bool(settings.first_field("convolutions"))
-    )
-    reason = f"{NO_MUON_ATTRIBUTE}=False" if excluded else reason
-    rule = next(filter(registry.is_our_rule, defaults), None)
-    values, labels = merge(parameter, {k: v for k, v in defaults.items() if k is not rule})
-    if rule is not None and reason:
-        # the parameter's reason also covers cases that the rule's predicate cannot recognize
-        return {**values, **defaults[rule]}, (reason, *labels)
-    to_scalar = settings.first_field("orthogonalize_router") is False
-    if to_scalar and parameter.is_router and defaults:
-        return {**values, "optimizer": settings.scalar}, ("router", *labels)
-    return values, labels
+class _Defaults:
+    """What parameters get without the user's overrides."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.main = settings.optimizer
+        self.overrides = settings.default_overrides
+        self._rule = next(filter(registry.is_our_rule, self.overrides), None)
+        self._others = {k: v for k, v in self.overrides.items() if k is not self._rule}
+        self._ignores_use_muon = bool(settings.first_field("ignore_use_muon"))
+        to_scalar = settings.first_field("orthogonalize_router") is False
+        self._of_routers = {"optimizer": settings.scalar} if to_scalar and self.overrides else None
+        self._how = {
+            "by_module": settings.recommended or settings.of_dtensors,
+            "convolutions": bool(settings.first_field("convolutions")),
+        }
+
+    def of(self, parameter: ModelParameter) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return a parameter's settings, and the reasons for them."""
+        excluded = parameter.is_excluded and not self._ignores_use_muon
+        no_matrix = parameter.why_not_matrix(**self._how)
+        reason = f"{NO_MUON_ATTRIBUTE}=False" if excluded else no_matrix
+        values, labels = merge(parameter, self._others)
+        if self._rule is not None and reason:
+            # the parameter's reason also covers cases that the rule's predicate cannot recognize
+            return {**values, **self.overrides[self._rule]}, (reason, *labels)
+        if parameter.is_router and self._of_routers is not None:
+            return {**values, **self._of_routers}, ("router", *labels)
+        return values, labels
 
 
 def _check_shape(parameter: ModelParameter, optimizer: str) -> None:
     """Raise a ConfigurationError for a parameter that an optimizer of matrices cannot update."""
-    if registry.state_layout_of(optimizer) == "element_wise":
-        return
     if 0 in parameter.shape:
         rule = f"has no elements, so {optimizer} cannot update it"
         hint = "Remove or freeze it, or set param.use_muon = False"

@@ -280,7 +280,8 @@ def _has_experts(weight: HeldParameter) -> bool:
     """Whether it is 2-D, but has rows of several experts, whose number its module gives."""
     counts = (getattr(weight.module, name, None) for name in _EXPERTS)
     count = next((n for n in counts if isinstance(n, int)), 1)
+    if count <= 1 or weight.param.dim() != 2:
+        return False
     rows = whole_shape(weight.param)[0]
-    is_cut = 1 < count < rows and rows % count == 0
-    is_matrix = is_cut and weight.param.dim() == 2
-    return is_matrix and weight.is_of_experts and not weight.why_vector
+    is_cut = count < rows and rows % count == 0
+    return is_cut and weight.is_of_experts and not weight.why_vector

@@ -33,8 +33,7 @@ from megatron_eopt.base.place import refuse_part, whole_shape
 from megatron_eopt.checkpoint.continuation import Policy
 from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.config.checks import refuse_for_dtensors
-from megatron_eopt.config.settings import Settings, resolve
-from megatron_eopt.config.values import read_config
+from megatron_eopt.config.settings import Settings
 from megatron_eopt.layouts import Layout, dtensor_layout
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.element_wise import ElementWiseRule
@@ -252,13 +251,13 @@ class MainShards(LocalShards, MainParamsOptimizer):
     """For bf16: steps float32 copies of the shards."""
 
 
-def resolve_for_dtensors(config: Any, *, own_loop: bool = False) -> Settings:
-    """Return the settings of a configuration for DTensors; raises if a value is not supported.
+def settings_for_dtensors(settings: Settings, *, own_loop: bool = False) -> Settings:
+    """Return settings for DTensors; raises a ConfigurationError if a value is not supported.
 
     ``own_loop`` says that the caller has its own training loop instead of Megatron's.
     """
-    refuse_for_dtensors(read_config(config), own_loop=own_loop)
-    settings = replace(resolve(config), of_dtensors=True, own_loop=own_loop)
+    refuse_for_dtensors(settings.config, own_loop=own_loop)
+    settings = replace(settings, of_dtensors=True, own_loop=own_loop)
     if settings.first_field("skip_grad_clip"):
         rule = "is not supported: all sharded parameters are in one optimizer"
         hint = "Set it to False, or clip only the other parameters' gradients in your own loop"

@@ -176,9 +176,9 @@ def _register_owner(optimizer: Any, params: Iterable[Tensor]) -> None:
 def _settings(config: Any, model_chunks: Sequence[Any], *, of_dtensors: bool) -> Settings:
     settings = replace(resolve(config), of_dtensors=of_dtensors)
     # with Megatron-FSDP, Adam and SGD have modes that this package has not
-    has_own = bool(_upstream_modes(settings)) or is_megatron_fsdp(model_chunks)
+    has_own = bool(settings.upstream_modes) or is_megatron_fsdp(model_chunks)
     if of_dtensors and not (settings.is_standard and has_own):
-        settings = dtensors.resolve_for_dtensors(config)
+        settings = dtensors.settings_for_dtensors(settings)
     check_ddp(settings, model_chunks)
     qk_clip.prepare(model_chunks)
     return settings
@@ -191,7 +191,7 @@ def _is_megatron_cores(settings: Settings, routing: Routing, model_chunks: Seque
     modules = megatron_fsdp.fsdp_modules(model_chunks)
     has_no_scaler = settings.half == "fp16" and is_megatron_fsdp(model_chunks)
     is_refused = has_no_scaler or any(megatron_fsdp.faults(modules))
-    return bool(_upstream_modes(settings)) or is_refused
+    return bool(settings.upstream_modes) or is_refused
 
 
 def _refuse_off_loading_on_cpu(settings: Settings, routing: Routing) -> None:
@@ -201,13 +201,6 @@ def _refuse_off_loading_on_cpu(settings: Settings, routing: Routing) -> None:
     """
     if settings.config.optimizer_cpu_offload and not all(p.is_cuda for p in routing.names):
         raise gpu.needed_to_off_load("optimizer_cpu_offload", settings.optimizer)
-
-
-def _upstream_modes(settings: Settings) -> set[str]:
-    """Return the modes that are on and that only megatron-core's own optimizer supports."""
-    # its off-loading cannot step DTensors
-    ours = {"optimizer_cpu_offload"} if settings.of_dtensors else set()
-    return set(settings.upstream_modes) - ours
 
 
 def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
@@ -238,7 +231,7 @@ def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
     sets = buffer_sets(
         model_chunks, context.pg_collection, use_gloo=context.use_gloo, redistributed=mixed
     )
-    scaler, names = make_scaler(settings.loss_scale), names_of(routing.places)
+    scaler, names = make_scaler(settings), names_of(routing.places)
     name_parameters(routing.places)
     sharding = Sharding(settings, model_chunks, sets, names, scaler, routing.matrices)
     if mixed:

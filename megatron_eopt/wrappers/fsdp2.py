@@ -25,7 +25,7 @@ from megatron_eopt.config.arguments import arguments_of
 from megatron_eopt.config.checks import check_alike
 from megatron_eopt.config.fields import FieldType
 from megatron_eopt.config.registry import Overrides
-from megatron_eopt.config.settings import Settings
+from megatron_eopt.config.settings import Settings, resolve
 from megatron_eopt.config.values import read_value
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.lending import sparse_gradient
@@ -51,7 +51,7 @@ from megatron_eopt.routing.plain_names import match_names, plain_paths
 from megatron_eopt.storage.local_tensors import local_of, part_of
 from megatron_eopt.storage.units import take_attributes
 from megatron_eopt.wrappers import megatron_fsdp, megatron_fsdp_v2
-from megatron_eopt.wrappers.dtensors import build_routed, check_parameters, resolve_for_dtensors
+from megatron_eopt.wrappers.dtensors import build_routed, check_parameters, settings_for_dtensors
 from megatron_eopt.wrappers.factory import log_differences
 from megatron_eopt.wrappers.off_loading import off_load
 from megatron_eopt.wrappers.stats import Stats
@@ -96,7 +96,7 @@ def build_optimizer(
     """
 
     def checked() -> tuple[Settings, dict[str, nn.Module]]:
-        settings = resolve_for_dtensors(config, own_loop=True)
+        settings = settings_for_dtensors(resolve(config), own_loop=True)
         for error in megatron_fsdp.faults(managing, own_loop=True):
             raise error
         if not managing:

@@ -19,7 +19,7 @@ from torch import Tensor, distributed
 from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.base.gpu import HostCopy
 from megatron_eopt.base.upstream import require_upstream
-from megatron_eopt.config.settings import LossScale
+from megatron_eopt.config.settings import RunSettings
 from megatron_eopt.math import passes
 from megatron_eopt.optimizers.storage import Storage, named_gradients, rules_of
 from megatron_eopt.storage.local_tensors import local_of
@@ -32,13 +32,20 @@ _MARGIN = 1e-6
 """Added to the norm in the denominator of the clipping factor, as in megatron-core."""
 
 
-def make_scaler(wanted: LossScale | None) -> Any:
+def make_scaler(settings: RunSettings) -> Any:
     """Return megatron-core's gradient scaler, constant or dynamic; None without a loss scale."""
-    if wanted is None:
+    if settings.config.loss_scale:
+        return require_upstream("ConstantGradScaler")(settings.config.loss_scale)
+    if settings.half != "fp16":
         return None
-    if wanted.constant is not None:
-        return require_upstream("ConstantGradScaler")(wanted.constant)
-    return require_upstream("DynamicGradScaler")(**wanted.dynamic)
+    return require_upstream("DynamicGradScaler")(
+        initial_scale=settings.config.initial_loss_scale,
+        min_scale=settings.config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=settings.config.loss_scale_window,
+        hysteresis=settings.config.hysteresis,
+    )
 
 
 def unscale_(grads: list[Tensor], inv_scale: Tensor, group: Any) -> bool:

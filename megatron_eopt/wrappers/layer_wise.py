@@ -79,7 +79,7 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
         places = places_in(chunks)
         name_parameters(places)
         sets = buffer_sets(chunks, pg_collection, use_gloo=True, redistributed=True)
-        scaler = make_scaler(settings.loss_scale)
+        scaler = make_scaler(settings)
         # the optimizers came without routing, so they say themselves how weights are split
         sharding = Sharding(settings, chunks, sets, names_of(places), scaler, {})
         self._build(specs, sharding, pg_collection)

@@ -44,7 +44,8 @@ def own_arguments(
     if not given:
         return {}
     made = construct()
-    takes = constructor_parameters(type(made))
+    cls: type = type(made)
+    takes = constructor_parameters(cls)
     for name, value in given.items():
         _check_name(optimizer, name, value, sorted({*takes, *made.defaults} - _OF_THE_RUN.keys()))
         given[name] = read_value(f"config_overrides[...][{name!r}]", value, _type_of(made, name))
@@ -79,7 +80,8 @@ def _check_name(optimizer: str, name: str, value: object, known: Sequence[str]) 
 
 def _type_of(made: torch.optim.Optimizer, name: str) -> FieldType:
     """Return the declared type of a constructor's argument, or else that of its default."""
-    parameter = constructor_parameters(type(made)).get(name)
+    cls: type = type(made)
+    parameter = constructor_parameters(cls).get(name)
     if parameter is not None and parameter.annotation is not parameter.empty:
         return type_of(parameter.annotation)
     default = made.defaults.get(name)

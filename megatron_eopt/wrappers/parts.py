@@ -197,5 +197,5 @@ def build_sharded(
     # each matrix is computed on one rank, whatever the mode for tensor-parallel shards
     inner = build_routed(settings.having(muon_tp_mode="exchange"), routing, source=source)
     alone: Any = SimpleNamespace(tp=_Alone(), expt_tp=_Alone())
-    scaler = make_scaler(settings.loss_scale) if settings.half else None
+    scaler = make_scaler(settings) if settings.half else None
     return chain_of_shards(inner, context, norm_group or group, alone, scaler)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.place import refuse_part
-from megatron_eopt.config.fields import constructor_arguments
+from megatron_eopt.config.fields import constructor_parameters
 from megatron_eopt.config.registry import entry_of
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.element_wise import ElementWiseRule, LocalShardRule
@@ -117,7 +117,7 @@ def build_replicated(
     if storage_of is None and settings.storage != "replicated":
         return None
     _check_copies(context, compare=storage_of is not None)
-    scaler = make_scaler(settings.loss_scale) if settings.half else None
+    scaler = make_scaler(settings) if settings.half else None
     if storage_of is None:
         what = f"Mixed precision ({settings.half})" if settings.half else "Megatron's DDP"
         check_dtypes(context.routing.names, what, double=not settings.half)
@@ -167,7 +167,7 @@ def check_half(routing: Routing) -> None:
 
 def _check_whole(spec: OptimizerSpec, routing: Routing) -> None:
     """Raise if a parameter declares several matrices but its optimizer would step it as one."""
-    if "splits" in constructor_arguments(entry_of(spec.name).optimizer_cls):
+    if "splits" in constructor_parameters(entry_of(spec.name).optimizer_cls):
         return
     for item in (route.parameter for route in routing.routes if route.optimizer == spec.name):
         declared = getattr(item.param, "eopt_split", None)

@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import is_fake
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STEP
 from megatron_eopt.config.arguments import arguments_of, constructed
-from megatron_eopt.config.checks import refuse_cautious_decay
-from megatron_eopt.config.fields import constructor_arguments
+from megatron_eopt.config.fields import constructor_parameters
 from megatron_eopt.config.registry import StateLayoutT, entries, entry_of, steps_in_pieces
 from megatron_eopt.config.settings import Settings
 from megatron_eopt.optimizers.engine import EngineConfig
@@ -82,7 +81,6 @@ def optimizer_specs(
         plain: Whether to use torch's Adam and SGD.
     """
     main = settings.optimizer
-    refuse_cautious_decay(settings.config, sorted(routing.optimizers))
     rates = {"lr": settings.config.lr, "min_lr": settings.config.min_lr}
     makers = {
         name: _maker_of(name, settings, model_chunks, pg_collection, plain=plain)
@@ -108,9 +106,10 @@ def optimizer_specs(
         construct = functools.partial(makers[name], **dict(arguments))
         if name not in SCALAR_OPTIMIZERS:
             entry = entry_of(name)
-            if not stand_ins and "splits" in constructor_arguments(entry.optimizer_cls):
+            known = constructor_parameters(entry.optimizer_cls)
+            if not stand_ins and "splits" in known:
                 construct = functools.partial(construct, splits=routing.matrices)
-            if "weight_decay" not in constructor_arguments(entry.optimizer_cls):
+            if "weight_decay" not in known:
                 # as a scheduler writes it, also to groups of a class with its own value (Scion)
                 made_over = [{"weight_decay": settings.config.weight_decay, **g} for g in made_over]
         optimizer = _made(name, construct, made_over)

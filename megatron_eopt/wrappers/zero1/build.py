@@ -213,8 +213,11 @@ def _groups_in(
     groups = []
     for group in spec.groups:
         members = [param for param in group["params"] if param in places]
-        trained = [param for param in group["params"] if param.requires_grad]
-        if members or (not trained and bool(group.get("is_expert_parallel")) == is_expert):
+        is_here = bool(members) or (
+            bool(group.get("is_expert_parallel")) == is_expert
+            and not any(param.requires_grad for param in group["params"])
+        )
+        if is_here:
             name = type(spec.optimizer).__name__.lower()
             groups.append({"optimizer": name, **group, "params": members})
     return groups

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 
 from megatron_eopt import ConfigurationError, ConfigurationTypeError, EmergingOptimizerConfig
 from megatron_eopt.arguments import config_from_args
+from megatron_eopt.config import checks, values
 from megatron_eopt.config.config_file import (
     ALLOWED,
     load_optimizer_config,
@@ -249,3 +251,20 @@ def test_a_plain_configuration_acts_like_megatron_core() -> None:
     assert (found.muon_backend, found.fused_adam) == ("emerging_optimizers", False)
     assert isinstance(found, OptimizerConfig)
     assert vars(config) == before
+
+
+def test_a_build_reads_each_value_at_most_twice(monkeypatch):
+    counts: Counter[str] = Counter()
+
+    def counting(argument, value, kind, read=values.read_value):
+        counts[argument] += 1
+        return read(argument, value, kind)
+
+    for module in (values, checks):
+        monkeypatch.setattr(module, "read_value", counting)
+    for optimizer in ("muon", "soap", "lion"):
+        counts.clear()
+        build_optimizer(
+            nn.Linear(4, 4, bias=False), EmergingOptimizerConfig(optimizer=optimizer, lr=0.1)
+        )
+        assert max(counts.values()) <= 2, (optimizer, counts.most_common(3))

@@ -14,7 +14,7 @@ from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, register_
 from megatron_eopt import emerging_optimizers as compat
 from megatron_eopt.config import registry
 from megatron_eopt.config.arguments import entry_kwargs
-from megatron_eopt.config.fields import constructor_arguments, kwargs_from_config, unconsumed
+from megatron_eopt.config.fields import constructor_parameters, kwargs_from_config, unconsumed
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon
@@ -111,7 +111,7 @@ FREE |= {
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_an_error_names_the_argument(cls):
-    assert set(constructor_arguments(cls)) - FREE == set(CLASSES[cls])
+    assert set(constructor_parameters(cls)) - FREE == set(CLASSES[cls])
     for name, value in CLASSES[cls].items():
         with pytest.raises(ConfigurationError) as caught:
             cls(nn.Linear(4, 4, bias=False).parameters(), **{name: value})

@@ -11,7 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
-from megatron_eopt.config.fields import constructor_arguments
+from megatron_eopt.config.fields import constructor_parameters
 from megatron_eopt.config.registry import entries, optimizer_names
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.optimizers.element_wise import AdamW
@@ -117,7 +117,7 @@ def cases(*, scheduled: bool) -> list[Case]:
     """Return all settings of all optimizers; a last one without any shows that others rest."""
     found = []
     for optimizer in optimizer_names():
-        taken = constructor_arguments(class_of(optimizer))
+        taken = constructor_parameters(class_of(optimizer))
         values = RATES | (SCHEDULED if scheduled else {})
         values |= {name: ARGUMENTS[name] for name in taken if name in ARGUMENTS}
         found += [Case(optimizer, None)]
