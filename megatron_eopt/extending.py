@@ -4,6 +4,7 @@ from megatron_eopt.base.quiet import importing_quietly
 
 with importing_quietly():
     from megatron_eopt.config.registry import EmergingOptimizerEntry
+    from megatron_eopt.optimizers.matrix_sums_rule import MatrixSumsRule
     from megatron_eopt.optimizers.muon_rule import MuonRule
     from megatron_eopt.optimizers.storage import Storage
     from megatron_eopt.optimizers.update_rule import UpdateRule
@@ -16,6 +17,7 @@ with importing_quietly():
 __all__ = [
     "EmergingOptimizerEntry",
     "LayerWiseDistributedOptimizer",
+    "MatrixSumsRule",
     "MuonRule",
     "OptimizerBuildContext",
     "ParamShard",

@@ -47,7 +47,6 @@ from megatron_eopt.layouts.boxes import Boxes
 from megatron_eopt.layouts.plan import sum_of_weights
 from megatron_eopt.math import standard_flops
 from megatron_eopt.math.precision import matmul_precision
-from megatron_eopt.optimizers.adaptive_rule import AdaMuonRule
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.muon_rule import MuonRule
 from megatron_eopt.optimizers.step_checks import PartT
@@ -56,9 +55,6 @@ from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
 logger = logging.getLogger(__name__)
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_PURE = (MuonRule._update, AdaMuonRule._update)
-"""Updates that depend on the direction alone."""
 
 _FACTOR = 0x1E3779B97F4A7C15
 """An odd factor on one of two differences, so that they do not add up to 0."""
@@ -100,7 +96,7 @@ class _Drawn:
     shard: int  # index of its shard
     layout: Layout
     name: str  # unique
-    engine: int  # index of the engine that computes it
+    exchange: int  # index of the exchange that computes it
     index: int  # its index there
     copies: int  # how often it is stored; 0 if elements are stored in different numbers
     first: int  # the rank of the group that computes it, or one of them
@@ -155,11 +151,11 @@ class SpotCheck:
 
     def __init__(self, update_rule: MuonRule, replicas: dist.ProcessGroup | None = None) -> None:
         self.rule, self._replicas = update_rule, replicas
-        self._ranks, self._device = update_rule.engine.ranks, update_rule.engine.device
+        self._ranks, self._device = update_rule.exchange.ranks, update_rule.exchange.device
         place_of = {
             name: (number, index)
-            for number, engine in enumerate(update_rule.engines)
-            for index, name in enumerate(engine.names)
+            for number, exchange in enumerate(update_rule.exchanges)
+            for index, name in enumerate(exchange.names)
         }
         found = [
             (number, layout, name)
@@ -193,14 +189,14 @@ class SpotCheck:
         alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for number, matrix in enumerate(self._matrices):
             if self._comparable[number]:
-                transposed = self.rule.engines[matrix.engine].transposed[matrix.index]
+                transposed = self.rule.exchanges[matrix.exchange].transposed[matrix.index]
                 ranks: tuple[int, ...] = (matrix.first,)
                 if self._replicas is None:
                     ranks += tuple(self._alike(ranks)[:1])
-                alike[ranks, matrix.engine, transposed, matrix.layout.shape].append(number)
+                alike[ranks, matrix.exchange, transposed, matrix.layout.shape].append(number)
         stacks = []
-        for (ranks, engine, _, shape), members in alike.items():
-            most = self.rule.engines[engine].most_in_stack(shape)
+        for (ranks, exchange, _, shape), members in alike.items():
+            most = self.rule.exchanges[exchange].most_in_stack(shape)
             stacks += [_Stack(part, ranks) for part in batched(members, most)]
         return stacks
 
@@ -211,7 +207,7 @@ class SpotCheck:
             (self._matrices[n].layout.boxes.held(self._ranks.size) for n in self._drawable_numbers),
             np.zeros(self._ranks.size, np.int64),
         )
-        return max(1, math.ceil(held.max() / (_TURN * self.rule.engine.wave_elements)))
+        return max(1, math.ceil(held.max() / (_TURN * self.rule.exchange.wave_elements)))
 
     @property
     def _drawable_numbers(self) -> list[int]:
@@ -237,7 +233,7 @@ class SpotCheck:
         return self._ranks.group if self._replicas is None else self._replicas
 
     def _firsts(self, places: Sequence[tuple[Layout, int, int]]) -> list[int]:
-        """Return a rank that computes each matrix, of layout, engine and index there.
+        """Return a rank that computes each matrix, of layout, exchange and index there.
 
         Of several, it is the one that is least busy, as is the rank after it.
         """
@@ -245,8 +241,8 @@ class SpotCheck:
         busy = [0.0] * size
         costs = [standard_flops(*layout.shape) for layout, *_ in places]
         for at in sorted(range(len(places)), key=lambda at: (-costs[at], at)):
-            _, engine, index = places[at]
-            computing = self.rule.engines[engine].work.matrices[index].compute.boxes.rank
+            _, exchange, index = places[at]
+            computing = self.rule.exchanges[exchange].work.matrices[index].compute.boxes.rank
             firsts[at] = min(
                 np.unique(computing).tolist(),
                 key=lambda rank: (busy[rank] + busy[(rank + 1) % size], rank),
@@ -277,11 +273,11 @@ class SpotCheck:
         self._drawn = planned.numbers
         self._of_momenta = torch.zeros_like(planned.weights)
         self._compute(planned, groups, state)
-        self.rule.insert_checked = self._insert
-        for number, engine in enumerate(self.rule.engines):
-            mine = (m for m in (self._matrices[n] for n in self._drawn) if m.engine == number)
+        for number, exchange in enumerate(self.rule.exchanges):
+            mine = (m for m in (self._matrices[n] for n in self._drawn) if m.exchange == number)
             # statistics look at what the waves compute
-            engine.skipped = () if self.rule.is_measured else {m.index for m in mine}
+            exchange.skipped = () if self.rule.is_measured else {m.index for m in mine}
+            exchange.insert_checked = self._insert
         if self._replicas is None:
             first, second, arrived = self._seen
             return _total(first - arrived + _FACTOR * (second - arrived), planned)
@@ -304,9 +300,8 @@ class SpotCheck:
 
     def forget(self) -> None:
         """Drop what was computed for a step."""
-        self.rule.insert_checked = None
-        for engine in self.rule.engines:
-            engine.skipped = ()
+        for exchange in self.rule.exchanges:
+            exchange.skipped, exchange.insert_checked = (), None
         self._drawn, self._updates = (), {}
         self._seen = self._of_momenta = torch.empty(0)
 
@@ -340,10 +335,10 @@ class SpotCheck:
 
         def compute(batch: WaveBatch) -> None:
             start, ranks = batch.matrices[0], planned.ranks[batch.matrices[0]]
-            engine = self.rule.engines[matrices[start].engine]
+            exchange = self.rule.exchanges[matrices[start].exchange]
             indices = [matrices[at].index for at in batch.matrices]
-            self.rule.compute_alone(engine, batch.tensor, indices)
-            row = 0 if engine.blockwise else ranks.index(self._ranks.rank)
+            self.rule.compute_alone(exchange, batch.tensor, indices)
+            row = 0 if exchange.blockwise else ranks.index(self._ranks.rank)
             # the last rank stands in for those that others matrices have
             last = row + 1 if row + 1 < len(ranks) else kinds - 1
             seen[row:last, start : start + len(indices)] = fingerprint(batch.tensor)
@@ -379,7 +374,7 @@ class SpotCheck:
         return [[tuple(of_rank) for of_rank in of_matrix] for of_matrix in by_matrix]
 
     def _new_plan(self, stacks: Sequence[_Stack]) -> _Planned:
-        engine = self.rule.engine
+        exchange = self.rule.exchange
         members = [
             (number, kind, stack.ranks)
             for kind, stack in enumerate(stacks)
@@ -391,7 +386,7 @@ class SpotCheck:
                 m.name,
                 m.layout,
                 m.layout.compact()
-                if engine.blockwise
+                if exchange.blockwise
                 else Layout.replicated(m.layout.shape, computing),
                 self.rule.shards[m.shard].name,
                 kind=kind,
@@ -407,7 +402,7 @@ class SpotCheck:
             [stack.ranks[0] for stack in stacks],
             costs,
             list(map(self._size, stacks)),
-            max_bytes=_WAVE * engine.wave_elements,
+            max_bytes=_WAVE * exchange.wave_elements,
         )
         places: dict[int, list[int]] = defaultdict(list)
         for at, (_, kind, _) in enumerate(members):
@@ -421,7 +416,7 @@ class SpotCheck:
                 planned,
                 [[at for kind in wave for at in places[kind]] for wave in waves],
                 self._ranks.group,
-                dtype=engine.dtype,
+                dtype=exchange.dtype,
                 device=self._device,
                 name="spot checks",
             ),
@@ -440,7 +435,7 @@ class SpotCheck:
                     alike[row, *view[0]].append((at, matrix.shard, view))
         found = []
         for (row, height, width), pieces in alike.items():
-            most = max(1, self.rule.engine.wave_elements // (height * width))
+            most = max(1, self.rule.exchange.wave_elements // (height * width))
             for part in batched(pieces, most):
                 places = torch.tensor([at for at, *_ in part], device=self._device)
                 found.append((row, places, [(shard, view) for _, shard, view in part]))
@@ -563,13 +558,13 @@ def _why_unchecked(rule: UpdateRule, replicas: dist.ProcessGroup | None) -> str:
     """Return why an update rule cannot be checked; empty if it can, or has no matrices."""
     if not rule.schedules:
         return ""
-    if not isinstance(rule, MuonRule) or type(rule)._update not in _PURE:
+    if not isinstance(rule, MuonRule) or type(rule)._update is not MuonRule._update:
         return "computes updates that depend on more than a direction"
     if replicas is not None:
         return ""
-    if rule.engine.ranks.size == 1:
+    if rule.exchange.ranks.size == 1:
         return "runs on one rank, and a check needs a second one"
-    return "computes pieces in blockwise mode" if rule.engine.blockwise else ""
+    return "computes pieces in blockwise mode" if rule.exchange.blockwise else ""
 
 
 def _copies_of(layout: Layout) -> int:

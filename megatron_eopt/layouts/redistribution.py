@@ -7,6 +7,7 @@ Note [Places]
     stacks, and results in places are stored before the wave after the next is loaded.
 """
 
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -56,18 +57,16 @@ def run_copies(copies: Sequence[Copy], sources: FlatT, sinks: FlatT) -> None:
     """
     alike: dict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for copy in copies:
-        out = _block(sinks[copy.sink], copy.size, copy.write)
-        block = _block(sources[copy.source], copy.size, copy.read)
+        sink, source = sinks[copy.sink], sources[copy.source]
+        (*to, start), (*from_, first) = copy.write, copy.read
+        # `as_strided` counts from the beginning of the storage, not of the tensor
+        out = sink.as_strided(copy.size, to, sink.storage_offset() + start)
+        block = source.as_strided(copy.size, from_, source.storage_offset() + first)
         is_small = out.numel() < _MOST
         alike[out.dtype, block.dtype, is_small and KERNELS.runs(out)].append((out, block))
     for (*_, is_served), pairs in alike.items():
         outs, blocks = map(list, zip(*pairs, strict=True))
         (copy_blocks if is_served else torch._foreach_copy_)(outs, blocks)
-
-
-def _block(tensor: Tensor, size: tuple[int, ...], place: tuple[int, ...]) -> Tensor:
-    # `as_strided` counts from the beginning of the storage, not of the tensor
-    return tensor.as_strided(size, place[:-1], tensor.storage_offset() + place[-1])
 
 
 def _check_agreement(group: dist.ProcessGroup | None, digest: str, name: str) -> None:
@@ -139,7 +138,7 @@ class Redistribution:
         self._group, self._dtype = group, dtype
         self._device = torch.device(device)
         self.buffers: dict[str, Tensor] = {}  # flat, by purpose, reused by all steps
-        self.meter: Meter | None = None  # records times and bytes
+        self.measure(None)
         self.plan = build_plan(
             matrices,
             waves,
@@ -149,11 +148,13 @@ class Redistribution:
         )
         self._places = places_of(self.plan)
         planned, turns = self.plan.waves, 2 if self._places else 1
-        # each stack has the size of the largest wave that uses it
-        self._stack_sizes = [
-            max((wave.compute_elements for wave in planned[turn::turns]), default=0)
-            for turn in range(turns)
-        ]
+        # for each wave, the name of the buffer that has its stack
+        self._stacks = [f"compute {number % turns}" for number in range(len(planned))]
+        # each has the size of the largest wave that uses it
+        self._stack_sizes = {
+            f"compute {turn}": max(wave.compute_elements for wave in planned[turn::turns])
+            for turn in range(min(turns, len(planned)))
+        }
         # for each wave, the names that no later wave has
         self._last = first_uses([wave.tensors for wave in planned[::-1]])[::-1]
         self._last_out = first_uses([wave.results for wave in planned[::-1]])[::-1]
@@ -165,6 +166,13 @@ class Redistribution:
         self._placed: dict[str, Tensor] = {}
         self._views: dict[str, tuple[Tensor, Tensor]] = {}  # buffers and places in them
         _check_agreement(group, self.plan.digest, name)
+
+    def measure(self, meter: Meter | None) -> None:
+        """Record times and bytes of the following runs; None stops recording."""
+        self._meter = meter
+        self._timed: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if meter is None else functools.partial(meter.span, EXCHANGE)
+        )
 
     def arriving(self, wave: int) -> Sequence[str]:
         """Return the names that ``load`` will get for a wave; none after the last wave."""
@@ -181,9 +189,9 @@ class Redistribution:
         wave, start, size = self._places[name]
         # a view is made again only if a larger buffer has replaced the one that it shows
         buffer, view = self._views.get(name, (None, None))
-        if view is None or buffer is not self.buffers.get(self._purpose(wave)):
+        if view is None or buffer is not self.buffers.get(self._stacks[wave]):
             view = self._stack(wave).narrow(0, start, size)
-            self._views[name] = self.buffers[self._purpose(wave)], view
+            self._views[name] = self.buffers[self._stacks[wave]], view
         return view
 
     def run(
@@ -232,20 +240,14 @@ class Redistribution:
             leaving = self._start_out(number, stack, store)
         if leaving is not None:
             self._finish_out(len(waves) - 1, leaving, store)
-        if self.meter is not None:
-            self.meter.sent += self.plan.bytes_sent
-
-    def _timed(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.meter is None else self.meter.span(EXCHANGE)
+        if self._meter is not None:
+            self._meter.sent += self.plan.bytes_sent
 
     def _stack(self, wave: int) -> Tensor:
         """Return the flat tensor in which a wave is computed."""
         elements = self.plan.waves[wave].compute_elements
-        largest = self._stack_sizes[wave % len(self._stack_sizes)]
-        return self._buffer(self._purpose(wave), elements, at_least=largest)
-
-    def _purpose(self, wave: int) -> str:
-        return f"compute {wave % len(self._stack_sizes)}"
+        name = self._stacks[wave]
+        return self._buffer(name, elements, at_least=self._stack_sizes[name])
 
     def _is_placed(self, name: str, tensor: Tensor) -> bool:
         """Return whether a tensor is in its place."""

@@ -125,10 +125,10 @@ class _Pass(NamedTuple):
 _ADAM = {"lr": 0.25, "betas": (0.75, 0.5), "eps": 0.25, "weight_decay": 0.25}
 _L2, _DECOUPLED = ({**_ADAM, "decoupled_weight_decay": value} for value in (False, True))
 _OF_ADAM = (_F32, _F32, _F32, _BF16, _F32, _F32)
-_MIX = passes.MomentumMixing(momentum=0.75, nesterov=True).numbers
-_DECAYED = passes.MomentumMixing(momentum=0.25, nesterov=False, decay=0.5).numbers
-_UPDATE = passes.update_numbers(lr=0.25, decay=0.5)
-_CAUTIOUS = passes.update_numbers(lr=0.25, decay=0.5, cautious=True)
+_MIX = (0.25, 0.75, 0.0)  # momentum 0.75, Nesterov
+_DECAYED = (0.75, 1.0, 0.5)  # momentum 0.25, decay 0.5
+_UPDATE = (-0.5, -0.25, 0.0)  # rate 0.25, decay 0.5
+_CAUTIOUS = (-0.5, -0.25, 1.0)
 _PASSES = (
     _Pass("momentum_update", (_F32, _BF16, _F32, None, torch.float64), _MIX, 0.5),
     _Pass("momentum_update", (_F32, None, _BF16, _F32, None), _DECAYED),

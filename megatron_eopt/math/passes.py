@@ -20,7 +20,7 @@ Note [Cautious weight decay]
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,43 +66,31 @@ BLOCK = 2048
 """Numbers that a kernel's program handles, of which one sum of squares is taken."""
 
 
-class MomentumMixing(NamedTuple):
-    """How gradients become directions: ``M <- momentum M + (1 - momentum) G``.
-
-    With ``nesterov`` the direction is ``momentum M + (1 - momentum) G``, otherwise ``M``. Before,
-    ``decay`` times the weight is added to the gradient.
-    """
-
-    momentum: float
-    nesterov: bool
-    decay: float = 0.0
-
-    @property
-    def numbers(self) -> tuple[float, float, float]:
-        """What a pass computes with."""
-        return 1 - self.momentum, self.momentum if self.nesterov else 1.0, self.decay
-
-
 def momentum_update_(
     momenta: Sequence[Tensor],
     outs: Sequence[Tensor | None],
-    grads: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
     weights: Sequence[Tensor],
     grad_scale: Tensor | None,
-    how: MomentumMixing,
+    momentum: float,
+    decay: float = 0.0,
+    *,
+    nesterov: bool,
     sums: Sequence[Tensor | None] = (),
 ) -> None:
-    """Update momenta with gradients, and write rounded directions to ``outs``, if not None.
+    """Do ``M <- momentum M + (1 - momentum) G``, and write rounded directions to ``outs``.
 
-    ``sums`` get the sums of squares of each :data:`BLOCK` numbers of directions; see
-    :func:`empty_sums`.
+    With ``nesterov`` a direction is ``momentum M + (1 - momentum) G``, otherwise ``M``; an out of
+    None gets none. Before, ``decay`` times the weight is added to the gradient. ``sums`` get the
+    sums of squares of each :data:`BLOCK` numbers of directions; see :func:`empty_sums`.
     """
-    decayed = weights if how.decay else [None] * len(weights)
+    numbers = (1 - momentum, momentum if nesterov else 1.0, decay)
+    decayed = weights if decay else [None] * len(weights)
     for lists in _alike(momenta, outs, grads, decayed, sums or [None] * len(weights)):
         if _is_served(lists[:-1]):
-            torch.ops.megatron_eopt.momentum_update(*lists, grad_scale, how.numbers)
+            torch.ops.megatron_eopt.momentum_update(*lists, grad_scale, numbers)
         else:
-            _momentum_update(lists[:-1], grad_scale, how.numbers)
+            _momentum_update(lists[:-1], grad_scale, numbers)
 
 
 def empty_sums(direction: Tensor) -> Tensor | None:
@@ -149,20 +137,13 @@ def update_(
 
     ``cautious``: see Note [Cautious weight decay].
     """
-    numbers = update_numbers(lr, decay, cautious=cautious)
+    # without decay, 0.0 - x is +0, which keeps the signs of zeros
+    numbers = (0.0 - decay, -lr, float(cautious))
     for lists in _alike(weights, copies, updates):
         if _is_served(lists):
             torch.ops.megatron_eopt.update(*lists, grad_scale, numbers)
         else:
             _update(lists, grad_scale, numbers)
-
-
-def update_numbers(
-    lr: float, decay: float, *, cautious: bool = False
-) -> tuple[float, float, float]:
-    """Return what :func:`update_` computes with."""
-    # without decay this is +0, which keeps the signs of zeros
-    return 0.0 - decay, -lr, float(cautious)
 
 
 def _update(

@@ -15,7 +15,7 @@ from megatron_eopt.math.coefficients import CoefficientsLike
 from megatron_eopt.math.moments import MOMENT2_METHODS, Moment2MethodT
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.adaptive_rule import RULES
-from megatron_eopt.optimizers.engine import EngineConfig
+from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.muon_rule import MuonRule
 from megatron_eopt.storage.shard import ParamShard
@@ -124,14 +124,14 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
             group.setdefault("eps", eps)
 
     def update_rule_over(
-        self, shards: Sequence[ParamShard], engine_config: EngineConfig
+        self, shards: Sequence[ParamShard], exchange_config: ExchangeConfig
     ) -> MuonRule:
         """Return an update rule for other shards with this optimizer's settings, in float32."""
         # no teams, because statistics belong to whole matrices
-        engine_config = replace(
-            self._engine_config, mode=engine_config.mode, device=engine_config.device
+        exchange_config = replace(
+            self._exchange_config, mode=exchange_config.mode, device=exchange_config.device
         )
-        return self.update_rule_class(self, shards, engine_config)
+        return self.update_rule_class(self, shards, exchange_config)
 
     @property
     def _stack_dtype(self) -> torch.dtype:

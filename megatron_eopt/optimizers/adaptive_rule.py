@@ -32,8 +32,8 @@ from megatron_eopt.math.moments import (
     statistic_shape,
 )
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.optimizers.engine import EngineConfig
-from megatron_eopt.optimizers.muon_rule import MuonRule, Stepped
+from megatron_eopt.optimizers.exchange import ExchangeConfig, ParamWithGrad
+from megatron_eopt.optimizers.muon_rule import MuonRule
 from megatron_eopt.optimizers.stored_matrices import MatrixSums, StoredMatrices
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UnshardedState
 from megatron_eopt.storage.shard import ParamShard
@@ -42,16 +42,14 @@ from megatron_eopt.storage.shard import ParamShard
 class AdaptiveMuonRule(MuonRule):
     """Adaptive Muon as an update rule; see Note [Where statistics live]."""
 
-    takes_slabs = True
-
     # statistics are written whatever the gradient scale is, so a step must not begin before the
     # host knows that it is not skipped
     fuses_grad_scale = False
 
     def __init__(
-        self, optimizer: Any, shards: Sequence[ParamShard], engine_config: EngineConfig
+        self, optimizer: Any, shards: Sequence[ParamShard], exchange_config: ExchangeConfig
     ) -> None:
-        super().__init__(optimizer, shards, engine_config)
+        super().__init__(optimizer, shards, exchange_config)
         self._statistics = [
             [
                 statistic_shape(optimizer.moment2_method, *shape, transposed=shard.split.transposed)
@@ -60,7 +58,10 @@ class AdaptiveMuonRule(MuonRule):
             for shard, shapes in zip(shards, self.shapes, strict=True)
         ]
         if optimizer.bias_correction:
+            self._counts_steps = True
             self.optional_state -= {STEP}
+        # statistics are taken of orthogonal factors, which are scaled after
+        self._scales_of = lambda shape: ()
         self._lasting: list[Tensor] = []  # index tensors, which live between steps
 
     def buffers(self) -> Iterator[Tensor]:
@@ -78,17 +79,10 @@ class AdaptiveMuonRule(MuonRule):
     def _empty_statistics(self, param: Tensor, number: int) -> Tensor:
         raise NotImplementedError
 
-    @property
-    def _counts_steps(self) -> bool:
-        return self.optimizer.bias_correction or super()._counts_steps
-
-    def _inputs(self, wave: int, stepped: Mapping[int, Stepped]) -> Mapping[int, Tensor]:
-        return self._directions(wave, stepped)
-
-    def _update(
-        self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
-    ) -> None:
-        self._orthogonalize(stack, matrices, reduce, shape)
+    def _directions(
+        self, items: Mapping[int, ParamWithGrad], arriving: Sequence[int], outs: Any
+    ) -> Mapping[int, Tensor]:
+        return super()._directions(items, arriving, None)
 
 
 class AdaMuonRule(AdaptiveMuonRule):
@@ -106,7 +100,7 @@ class AdaMuonRule(AdaptiveMuonRule):
         ]
         # parameters whose matrices have different scales
         self._stored = {
-            number: StoredMatrices(self.shards[number], self.engine.device)
+            number: StoredMatrices(self.shards[number], self.exchange.device)
             for number, scales in enumerate(self._scales)
             if len(set(scales)) > 1
         }
@@ -119,10 +113,10 @@ class AdaMuonRule(AdaptiveMuonRule):
     def _empty_statistics(self, param: Tensor, number: int) -> Tensor:
         return torch.zeros_like(param, requires_grad=False)
 
-    def _apply(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
+    def _apply(self, items: Sequence[ParamWithGrad], updates: Mapping[int, Tensor]) -> None:
         """Divide by the roots of the second moments, scale by shape, then update the weights."""
-        for first, last, (beta2, eps) in _runs(_settings(item.group) for item in stepped):
-            run = stepped[first:last]
+        for first, last, (beta2, eps) in _runs(_settings(item.group) for item in items):
+            run = items[first:last]
             moments = [item.state[MOMENT2] for item in run]
             mine = [updates[item.number] for item in run]
             # fp16 would round eps and the squares of small updates to 0
@@ -133,7 +127,7 @@ class AdaMuonRule(AdaptiveMuonRule):
             for kept, computed in ((mine, wide), (moments, exact)):
                 if any(k is not c for k, c in zip(kept, computed, strict=True)):
                     torch._foreach_copy_(kept, computed)
-        numbers = [item.number for item in stepped]
+        numbers = [item.number for item in items]
         uniform = [number for number in numbers if number not in self._stored]
         if uniform:
             factors = [self._scales[number][0] for number in uniform]
@@ -141,9 +135,9 @@ class AdaMuonRule(AdaptiveMuonRule):
         for number in self._stored.keys() & numbers:
             # Q, K and V have other shapes, and so other scales, within one tensor
             self._stored[number].multiply_(updates[number], self._scales[number])
-        super()._apply(stepped, updates)
+        super()._apply(items, updates)
 
-    def _divisor(self, item: Stepped, beta2: float) -> float:
+    def _divisor(self, item: ParamWithGrad, beta2: float) -> float:
         corrected = self.optimizer.bias_correction
         return correction(beta2, float(item.state[STEP]) if corrected else 1.0, corrected)
 
@@ -176,7 +170,7 @@ class MatrixMomentRule(AdaptiveMuonRule):
         """Yield the statistics; all ranks that store a shard of the parameter have them."""
         for _, param, number in self.numbered(groups):
             shard, moment = self.shards[number], state[param][MOMENT2]
-            rank, blockwise = shard.ranks.rank, self.engine.blockwise
+            rank, blockwise = shard.ranks.rank, self.exchange.blockwise
             slab = (rank, shard.ranks.size) if blockwise else shard.slab
             first = min(int(layout.boxes.rank.min()) for layout in shard.layouts)
             parts = torch.split(moment.view(-1), [math.prod(s) for s in self._statistics[number]])
@@ -191,20 +185,25 @@ class MatrixMomentRule(AdaptiveMuonRule):
                     container=state[param],
                 )
 
-    def _begin(self, groups: Sequence[ParamGroup], stepped: Mapping[int, Stepped]) -> None:
+    def _run(self, items: Mapping[int, ParamWithGrad], groups: Sequence[ParamGroup]) -> None:
+        self._share(items, groups)
+        super()._run(items, groups)
+        self._keep(items)
+
+    def _share(self, items: Mapping[int, ParamWithGrad], groups: Sequence[ParamGroup]) -> None:
         """Share all statistics and their bias corrections with all ranks."""
         mine = [groups[self.group_of[number]] for number in range(len(self.shards))]
         self._coefficients = [_settings(group) for group in mine]
-        corrected, device = self.optimizer.bias_correction, self.engine.device
+        corrected, device = self.optimizer.bias_correction, self.exchange.device
         everything = torch.zeros(sum(self._sizes), device=device)
         if corrected:
             zero = torch.zeros((), device=self._device_of_counts)
-            counts = [stepped[n].state[STEP] if n in stepped else zero for n in range(len(mine))]
+            counts = [items[n].state[STEP] if n in items else zero for n in range(len(mine))]
             everything = torch.cat([everything, torch.stack(counts).to(device)])
         # views: the copy and the all-reduce below fill both parts
         self._flat, steps = everything.tensor_split([sum(self._sizes)])
-        if stepped:
-            torch._foreach_copy_(*self._pairs(stepped))
+        if items:
+            torch._foreach_copy_(*self._pairs(items))
         # a rank that computes a matrix may store none of the parameter, and gets its statistics
         # here
         self._reduce_max(everything)
@@ -216,25 +215,25 @@ class MatrixMomentRule(AdaptiveMuonRule):
             # parameters without a gradient have step 0, and are not updated
             self._divisors = 1 - self._decays[1] ** steps.double().clamp(min=1)
 
-    def _end(self, stepped: Mapping[int, Stepped]) -> None:
+    def _keep(self, items: Mapping[int, ParamWithGrad]) -> None:
         """Write the statistics back to the states."""
-        if stepped:
-            found, kept = self._pairs(stepped)
+        if items:
+            found, kept = self._pairs(items)
             # inf would persist, and turn the next mean into nan
             pairs = zip(found, kept, strict=True)
             most = [min(torch.finfo(x.dtype).max for x in pair) for pair in pairs]
             torch._foreach_clamp_max_(found, most)
             torch._foreach_copy_(kept, found)
 
-    def _pairs(self, stepped: Mapping[int, Stepped]) -> tuple[list[Tensor], list[Tensor]]:
+    def _pairs(self, items: Mapping[int, ParamWithGrad]) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of the flat statistics, and the tensors in the parameters' states."""
         parts = torch.split(self._flat, self._sizes)
-        kept = [item.state[MOMENT2] for item in stepped.values()]
-        return [parts[n].view_as(k) for n, k in zip(stepped, kept, strict=True)], kept
+        kept = [item.state[MOMENT2] for item in items.values()]
+        return [parts[n].view_as(k) for n, k in zip(items, kept, strict=True)], kept
 
     def _reduce_max(self, values: Tensor) -> None:
-        if self.engine.sharing is not None:
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.engine.sharing)
+        if self.exchange.sharing is not None:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.exchange.sharing)
 
     def _divisors_of(self, numbers: Sequence[int]) -> Tensor | float:
         """Return the bias corrections of parameters, float64 ``(n,)``; 1.0 without correction."""
@@ -253,18 +252,18 @@ class NorMuonRule(MatrixMomentRule):
         super().__init__(*args)
         # for each matrix, the indices of this rank's rows or columns in the flat statistics
         self._places = self._lasting
-        start, works = 0, iter(self.engine.work.matrices)
+        start, works = 0, iter(self.exchange.work.matrices)
         for shape, work in zip((s for some in self._statistics for s in some), works, strict=True):
-            if self.engine.blockwise:
+            if self.exchange.blockwise:
                 held = np.arange(math.prod(shape))
             else:
-                held = _held(work.compute, self.engine.ranks.rank, shape)
-            self._places.append(torch.tensor(start + held, device=self.engine.device))
+                held = _held(work.compute, self.exchange.ranks.rank, shape)
+            self._places.append(torch.tensor(start + held, device=self.exchange.device))
             start += math.prod(shape)
         self._new = torch.empty(0)
 
-    def _begin(self, groups: Sequence[ParamGroup], stepped: Mapping[int, Stepped]) -> None:
-        super()._begin(groups, stepped)
+    def _share(self, items: Mapping[int, ParamWithGrad], groups: Sequence[ParamGroup]) -> None:
+        super()._share(items, groups)
         self._new = torch.zeros_like(self._flat)
 
     def _update(
@@ -272,8 +271,8 @@ class NorMuonRule(MatrixMomentRule):
     ) -> None:
         """Orthogonalize, normalize rows or columns, then scale."""
         super()._update(stack, matrices, reduce, shape)
-        turned = self.engine.transposed[matrices[0]]
-        out_in = self.engine.out_in(matrices[0], shape)
+        turned = self.exchange.transposed[matrices[0]]
+        out_in = self.exchange.out_in(matrices[0], shape)
         per_slice = (-1, 1) if out_in[0] >= out_in[1] else (1, -1)
         owners = [self._shard_of[matrix] for matrix in matrices]
         for first, last, (beta2, eps) in _runs(self._coefficients[n] for n in owners):
@@ -285,11 +284,11 @@ class NorMuonRule(MatrixMomentRule):
             # as (outputs, inputs), the shape that `normuon_` is told
             batch = stack[first:last].mT if turned else stack[first:last]
             normuon_(batch, moments, beta2, eps, divisor, shape=out_in, reduce=reduce)
-            # other places stay 0, which the maximum over ranks in `_end` passes over
+            # other places stay 0, which the maximum over ranks in `_keep` passes over
             self._new[places] = moments.view_as(places)
         stack.mul_(self.optimizer.orthogonalization.scale(out_in))
 
-    def _end(self, stepped: Mapping[int, Stepped]) -> None:
+    def _keep(self, items: Mapping[int, ParamWithGrad]) -> None:
         """Share the new statistics with all ranks, and write them to the states."""
         self._reduce_max(self._new)
         if self.grad_scale is None:
@@ -297,7 +296,7 @@ class NorMuonRule(MatrixMomentRule):
         else:
             # a step with gradients that are not finite changes nothing
             self._flat = torch.where(self.grad_scale.isnan(), self._flat, self._new)
-        super()._end(stepped)
+        super()._keep(items)
 
 
 class NamoRule(MatrixMomentRule):
@@ -307,24 +306,25 @@ class NamoRule(MatrixMomentRule):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._sums = MatrixSums(self.shards, self.engine.device, self.engine.sharing)
+        self._sums = MatrixSums(self.shards, self.exchange.device, self.exchange.sharing)
         self._lasting = self._sums.tensors
         self._factors: dict[int, Tensor] = {}
 
-    def _inputs(self, wave: int, stepped: Mapping[int, Stepped]) -> Mapping[int, Tensor]:
+    def _directions(
+        self, items: Mapping[int, ParamWithGrad], arriving: Sequence[int], outs: Any
+    ) -> Mapping[int, Tensor]:
         """Also compute the factor of each matrix in the wave, the same on all ranks."""
-        found = super()._inputs(wave, stepped)
-        arrived = self.engine.arrivals[wave]
-        # no collective then, on any rank: arrivals are the same
-        if not arrived:
+        found = super()._directions(items, arriving, outs)
+        # no collective then, on any rank
+        if not arriving:
             return found
         mine = {}
-        for number, item in stepped.items():
+        for number, item in items.items():
             assert item.param.grad is not None
             sums_of = self._sums.stored[number].square_sums
             mine[number] = sums_of(item.param.grad), sums_of(found[number])
         moments = torch.split(self._flat, self._sizes)
-        for number, both in self._sums.totals(arrived, mine, kinds=2).items():
+        for number, both in self._sums.totals(arriving, mine, kinds=2).items():
             # the square of a large norm overflows float32; clamped below, it cannot stay inf
             running = moments[number].double()
             settings = *self._coefficients[number], self._divisors_of([number])
@@ -338,8 +338,8 @@ class NamoRule(MatrixMomentRule):
         """Orthogonalize, then multiply by factor and scale."""
         super()._update(stack, matrices, reduce, shape)
         owners = [(self._shard_of[matrix], matrix) for matrix in matrices]
-        found = [self._factors[n][m - self.engine.first[n]] for n, m in owners]
-        out_in = self.engine.out_in(matrices[0], shape)
+        found = [self._factors[n][m - self.exchange.first[n]] for n, m in owners]
+        out_in = self.exchange.out_in(matrices[0], shape)
         factors = torch.stack(found) * self.optimizer.orthogonalization.scale(out_in)
         stack.mul_(factors.to(stack.dtype).view(-1, 1, 1))
 

@@ -80,7 +80,7 @@ class MatrixWork:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """The work of one engine."""
+    """The work of one exchange."""
 
     matrices: tuple[MatrixWork, ...]
     waves: tuple[tuple[int, ...], ...]  # indices of matrices that are sent together

@@ -32,7 +32,7 @@ from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.orthogonalize import DEFAULT_EPS, Orthogonalization
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.matrices import Split, qkv, whole
-from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
+from megatron_eopt.optimizers.exchange import ExchangeConfig, MatrixExchange
 from megatron_eopt.optimizers.muon_rule import WEIGHT_DECAY_METHODS, MuonRule, WeightDecayT
 from megatron_eopt.optimizers.update_rule import loss_of
 from megatron_eopt.optimizers.windows import WindowedMuonRule
@@ -118,10 +118,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     update_rule_class: type[MuonRule] = MuonRule
     """What updates shards of parameters; a subclass may have its own."""
 
-    # planned shards of each group, their update rules, and engines for single parameters
+    # planned shards of each group, their update rules, and what computes single ones
     _planned: Sequence[Sequence[ParamShard]] = ()
     _update_rules: list[MuonRule]
-    _alone: dict[Tensor, MatrixEngine]
+    _alone: dict[Tensor, MatrixExchange]
 
     def __init__(
         self,
@@ -246,8 +246,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self._planned = raise_together_in(dense, lambda: raise_together_in(experts, self._shards))
         self._update_rules, self._alone = [], {}
         for shards in group_by_ranks(shard for its in self._planned for shard in its):
-            engine_config = replace(self._engine_config, device=shards[0].main.device)
-            update_rule = self.update_rule_over(shards, engine_config)
+            exchange_config = replace(self._exchange_config, device=shards[0].main.device)
+            update_rule = self.update_rule_over(shards, exchange_config)
             update_rule.attach(self.param_groups)
             self._update_rules.append(update_rule)
         return self._update_rules
@@ -279,7 +279,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if p not in self._alone:
             known = (shard for its in self._planned for shard in its if shard.main is p)
             shard = next(known, None) or self.shard("parameter", p)
-            self._alone[p] = self._engine_alone(shard, self.tp_mode, p.device)
+            self._alone[p] = self._exchange_alone(shard, self.tp_mode, p.device)
         return self._alone[p].updates([grad.detach()])[0].to(grad.dtype)
 
     def scaled_orthogonalize_fn_with_gtp_remat(
@@ -314,13 +314,15 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             tp_group, partition_dim = None, -1
         cut = partition_dim, tp_group
         shard = slab("matrix", part, lambda _, shape: whole(shape), cut, rows, self._slab_ranks)
-        return self._engine_alone(shard, mode, grad.device).updates([part])[0].to(grad.dtype)
+        return self._exchange_alone(shard, mode, grad.device).updates([part])[0].to(grad.dtype)
 
-    def _engine_alone(self, shard: ParamShard, mode: TpModeT, device: torch.device) -> MatrixEngine:
+    def _exchange_alone(
+        self, shard: ParamShard, mode: TpModeT, device: torch.device
+    ) -> MatrixExchange:
         """Return what computes a single parameter."""
-        engine_config = replace(self._engine_config, mode=mode, device=device)
+        exchange_config = replace(self._exchange_config, mode=mode, device=device)
         update = functools.partial(self._orthogonalize_stack, transposed=shard.split.transposed)
-        return MatrixEngine([shard], update, engine_config)
+        return MatrixExchange([shard], update, exchange_config)
 
     def split_of(self, param: Tensor, shape: tuple[int, ...], name: str = "") -> Split:
         """Return the logical matrices of a parameter.
@@ -373,9 +375,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return SlabRanks()
 
     @property
-    def _engine_config(self) -> EngineConfig:
+    def _exchange_config(self) -> ExchangeConfig:
         whole_only = self.orthogonalization.whole_only
-        return EngineConfig(
+        return ExchangeConfig(
             self.tp_mode, self.matrix_buffer_mb, self.batched, whole_only, self._stack_dtype
         )
 
@@ -387,26 +389,26 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return all(_is_same(cls, name) for name in own)
 
     def update_rule_over(
-        self, shards: Sequence[ParamShard], engine_config: EngineConfig
+        self, shards: Sequence[ParamShard], exchange_config: ExchangeConfig
     ) -> MuonRule:
         """Return an update rule for other shards with this optimizer's settings.
 
         Args:
             shards: The shards.
-            engine_config: Gives the mode, device, team size, windows and whether waves grow; all
+            exchange_config: Gives the mode, device, team size, windows and whether waves grow; all
                 else is as here.
         """
-        windows = engine_config.windows
-        engine_config = replace(
-            self._engine_config,
-            mode=engine_config.mode,
-            device=engine_config.device,
-            max_ranks_per_matrix=engine_config.max_ranks_per_matrix,
-            grows=engine_config.grows,
+        windows = exchange_config.windows
+        exchange_config = replace(
+            self._exchange_config,
+            mode=exchange_config.mode,
+            device=exchange_config.device,
+            max_ranks_per_matrix=exchange_config.max_ranks_per_matrix,
+            grows=exchange_config.grows,
         )
         if windows:
-            return WindowedMuonRule(self, shards, engine_config, windows)
-        return self.update_rule_class(self, shards, engine_config)
+            return WindowedMuonRule(self, shards, exchange_config, windows)
+        return self.update_rule_class(self, shards, exchange_config)
 
     def _orthogonalize_stack(
         self,

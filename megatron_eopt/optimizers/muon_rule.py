@@ -5,37 +5,33 @@ shards. Only directions are sent to other ranks, and updates are sent back.
 
 Note [The way of a gradient]
     The chain clips gradients and steps its storages. In each, megatron-core's wrapper calls
-    :meth:`ShardedOptimizer.step`, and that :meth:`MuonRule.step`. This runs the engine, and
-    :class:`~megatron_eopt.layouts.Redistribution` calls back for each wave:
+    :meth:`ShardedOptimizer.step`, and that :meth:`MuonRule.step`. This runs a
+    :class:`~megatron_eopt.optimizers.exchange.MatrixExchange`, which calls back, wave by wave:
 
-    1. ``load``: ``_inputs`` and ``_momentum_update`` mix gradients into momenta and write
-       directions, by :func:`~megatron_eopt.math.passes.momentum_update_`. These are sent to the
-       ranks that compute them.
-    2. ``compute``: the engine calls ``_update`` with stacks of matrices, and ``_orthogonalize``
-       calls :mod:`megatron_eopt.math.orthogonalize`.
-    3. ``store``: updates are back. ``_apply`` and ``_write`` change weights by
+    1. ``_directions`` mixes gradients into momenta and writes directions, by
+       :func:`~megatron_eopt.math.passes.momentum_update_`. These are sent to the ranks that compute
+       them.
+    2. ``_update`` gets stacks of matrices, and calls :mod:`megatron_eopt.math.orthogonalize`.
+    3. ``_apply`` gets updates that are back, and changes weights by
        :func:`~megatron_eopt.math.passes.update_`, and the model's copies with them.
 """
 
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.base.gpu import SideStream
 from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.math.passes import MomentumMixing, empty_sums, momentum_update_, update_
-from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
+from megatron_eopt.math.passes import empty_sums, momentum_update_, update_
+from megatron_eopt.optimizers.exchange import ExchangeConfig, MatrixExchange, ParamWithGrad
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import RoundedMomentum
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats
-from megatron_eopt.optimizers.stored_matrices import MatrixSums, StoredMatrices
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
 from megatron_eopt.storage.interface import model_copy_of
 from megatron_eopt.storage.shard import ParamShard
@@ -48,103 +44,72 @@ arXiv:1711.05101), ``independent`` by ``weight_decay`` at any learning rate, and
 WEIGHT_DECAY_METHODS: tuple[WeightDecayT, ...] = get_args(WeightDecayT)
 
 
-@dataclass
-class Stepped:
-    """A parameter that has a gradient in this step."""
-
-    number: int  # index of its shard
-    group: ParamGroup
-    param: Tensor
-    state: dict[str, Any]
-
-
 class MuonRule(UpdateRule):
     """Muon as an update rule; see Note [The way of a gradient].
 
-    What is sent when: Note [Phases of a step] of engine.py. How long tensors are valid: Note
+    What is sent when: Note [Phases of a step] of exchange.py. How long tensors are valid: Note
     [Lifetimes] of update_rule.py.
 
     One group of ranks stores all shards. ``optimizer`` is a TensorParallelMuon, whose settings are
-    read at each use. Matrices are computed in ``engine_config.dtype``.
+    read at each use. Matrices are computed in ``exchange_config.dtype``.
     """
 
     reports_updates = True
     fuses_grad_scale = True
-    # whether the `_update` and `_orthogonalize` of this class take slabs of a matrix that several
-    # ranks share, by `reduce`; a class that overrides one of them and does not say so gets whole
-    # matrices
+    # whether the `_update` of this class takes slabs of a matrix that several ranks share, by
+    # `reduce`; a class that overrides it and does not say so gets whole matrices
     takes_slabs = True
-    # how many sums :meth:`partial_sums` returns; if any, weights change after all waves
-    sums_per_matrix = 0
 
     def __init__(
-        self, optimizer: Any, shards: Sequence[ParamShard], engine_config: EngineConfig
+        self, optimizer: Any, shards: Sequence[ParamShard], exchange_config: ExchangeConfig
     ) -> None:
         super().__init__(type(optimizer).__name__, shards)
-        if self._needs_whole_matrices():
-            engine_config = replace(engine_config, whole_only=True)
+        # what a base class says holds for its own method only
+        home = next(cls for cls in type(self).__mro__ if MuonRule._update.__name__ in vars(cls))
+        if not vars(home).get("takes_slabs", False):
+            exchange_config = replace(exchange_config, whole_only=True)
         self.optimizer = optimizer
-        self._dtype = engine_config.dtype
-        self._scales_of = functools.cache(optimizer.orthogonalization.scales)
-        self._numbers = {shard.name: number for number, shard in enumerate(shards)}
-        self.engines = self._engines(engine_config)
-        self.engine = self.engines[0]
-        self.redistribution = self.engine.redistribution
+        self._scales_of: Callable[[tuple[int, int]], tuple[float, ...]] = functools.cache(
+            optimizer.orthogonalization.scales
+        )
+        self.exchanges = self._exchanges(exchange_config)
+        self.exchange = self.exchanges[0]
+        self.redistribution = self.exchange.redistribution
         self.rounding: RoundedMomentum | None = None  # stores momentum in fewer bits
         if optimizer.momentum_dtype != "fp32":
-            self.rounding = RoundedMomentum(optimizer.momentum_dtype, shards, engine_config.device)
+            self.rounding = RoundedMomentum(
+                optimizer.momentum_dtype, shards, exchange_config.device
+            )
             self.optional_state = frozenset({MOMENTUM_SCALE, STEP})
-        # writes updates that were computed before the step over those of the waves; see
-        # `step_checks.py`
-        self.insert_checked: Callable[[Mapping[int, Tensor]], None] | None = None
+        self._counts_steps = self.rounding is not None
         self._stats: StepStats | None = None
-        self._totals: MatrixSums | None = None
-        if self.sums_per_matrix:
-            self._totals = MatrixSums(shards, self.engine.device, self.engine.sharing)
-        self._side = SideStream()  # for the directions of the next wave
-        self._squares: dict[str, Tensor] = {}  # sums of squares of matrices that are in place
-
-    @classmethod
-    def _needs_whole_matrices(cls) -> bool:
-        """Whether a class computes updates in its own way, and does not say that it takes slabs."""
-        homes = (
-            next(home for home in cls.__mro__ if name in vars(home))
-            for name in (MuonRule._update.__name__, MuonRule._orthogonalize.__name__)
-        )
-        # what a base class says holds for the method of the base class only
-        return not all(vars(home).get("takes_slabs", False) for home in homes)
+        # sums of squares of directions, by the number of the one matrix of their parameter
+        self._squares: dict[int, Tensor] = {}
 
     @functools.cached_property
     def shapes(self) -> list[list[tuple[int, int]]]:
         """Shapes of each parameter's matrices, or of this rank's pieces in blockwise mode."""
         return [
             [layout.compact().local_shape(shard.ranks.rank) or (0, 0) for layout in shard.layouts]
-            if self.engine.blockwise
+            if self.exchange.blockwise
             else [matrix.shape for matrix in shard.split.matrices]
             for shard in self.shards
         ]
 
-    def stored_matrices(self, number: int) -> StoredMatrices:
-        """Return the matrices in the tensor of a shard, for :meth:`partial_sums`."""
-        assert self._totals is not None, "sums_per_matrix is 0"
-        return self._totals.stored[number]
-
     @property
     def schedules(self) -> list[Schedule]:
         """Which rank computes which matrices, and what is sent."""
-        return [engine.schedule for engine in self.engines]
+        return [exchange.schedule for exchange in self.exchanges]
 
-    def _engines(self, engine_config: EngineConfig) -> list[MatrixEngine]:
-        """Return the engines that compute the shards' matrices."""
-        return [MatrixEngine(self.shards, self._update, engine_config)]
+    def _exchanges(self, exchange_config: ExchangeConfig) -> list[MatrixExchange]:
+        """Return what computes the shards' matrices."""
+        return [MatrixExchange(self.shards, self._update, exchange_config)]
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield communication buffers and index tensors, which live between steps."""
         yield from super().buffers()
         if self.rounding is not None:
             yield from self.rounding.tensors()
-        if self._totals is not None:
-            yield from self._totals.tensors
 
     def measure(self, stats: StepStats | None) -> None:
         """Measure the following steps with ``stats``; None stops measuring."""
@@ -165,12 +130,7 @@ class MuonRule(UpdateRule):
     @property
     def _device_of_counts(self) -> torch.device:
         # update rules that read them on the host keep them there, to avoid a synchronization
-        return self.engine.device if self.fuses_grad_scale else torch.device("cpu")
-
-    @property
-    def _counts_steps(self) -> bool:
-        """Whether each parameter's steps are counted."""
-        return self.rounding is not None
+        return self.exchange.device if self.fuses_grad_scale else torch.device("cpu")
 
     def allocate_for_load(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create all state that is about to be loaded, in the form that checkpoints have."""
@@ -205,58 +165,59 @@ class MuonRule(UpdateRule):
     @torch.no_grad()
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters of ``groups``; collective."""
-        stepped = self._stepped(groups, state)
+        items = self._with_grads(groups, state)
         # in a group, a rank without gradients still takes part in the all-to-alls
-        if self.engine.ranks.group is None and not stepped:
+        if self.exchange.ranks.group is None and not items:
             return
-        if self._counts_steps and stepped:
-            counts = [item.state[STEP] for item in stepped.values()]
+        if self._counts_steps and items:
+            counts = [item.state[STEP] for item in items.values()]
             one = torch.ones_like(counts[0])
             if self.grad_scale is not None:
                 # whether the step is skipped may be known on the device only
                 one = (~self.grad_scale.isnan()).to(one)
             torch._foreach_add_(counts, [one] * len(counts))
-        self._begin(groups, stepped)
-        self._run(stepped, state)
-        self._end(stepped)
+        self._run(items, groups)
 
-    def _stepped(self, groups: Sequence[ParamGroup], state: State) -> dict[int, Stepped]:
-        stepped = {}
+    def _with_grads(self, groups: Sequence[ParamGroup], state: State) -> dict[int, ParamWithGrad]:
+        items = {}
         for group, param, number in self.numbered(groups):
             if MOMENTUM not in state[param]:
                 # as torch's optimizers do, since a user may have cleared the state
                 self.init(groups, state)
             if param.grad is not None:
-                stepped[number] = Stepped(number, group, param, state[param])
-        return stepped
+                items[number] = ParamWithGrad(number, group, param, state[param])
+        return items
 
     def look_ahead(
         self, numbers: Sequence[int], groups: Sequence[ParamGroup], state: State
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Return the directions of some shards, as they are sent, and what momenta will be."""
-        stepped = {n: item for n, item in self._stepped(groups, state).items() if n in numbers}
-        params = [item.param for item in stepped.values()]
+        items = {n: item for n, item in self._with_grads(groups, state).items() if n in numbers}
+        params = [item.param for item in items.values()]
         if self.host is not None:
             self.host.fetch(params, state)
         momenta = {
             n: item.state[MOMENTUM].clone()
             if self.rounding is None
             else self.rounding.read(n, item.state).clone()
-            for n, item in stepped.items()
+            for n, item in items.items()
         }
         # into copies: the step itself will do the same to the state
-        found = self._momentum_update(stepped, momenta, self.optimizer.nesterov, self._dtype)
+        found = self._momentum_update(items, momenta, {}, self.optimizer.nesterov)
         if self.host is not None:
             self.host.write_back(params, state)
             self.host.wait_for_write_back()
-        return {n: self._input(n, found).to(self._dtype) for n in numbers}, momenta
+        dtype = self.exchange.dtype
+        return {n: self.exchange.input_of(n, found).to(dtype) for n in numbers}, momenta
 
-    def compute_alone(self, engine: MatrixEngine, stack: Tensor, matrices: Sequence[int]) -> None:
-        """Compute whole matrices of an engine on this rank, without measuring them."""
-        # `_update` reads the current engine; a matrix that is computed again must not count twice
-        self.engine, before = engine, self._stats
+    def compute_alone(
+        self, exchange: MatrixExchange, stack: Tensor, matrices: Sequence[int]
+    ) -> None:
+        """Compute whole matrices of an exchange on this rank, without measuring them."""
+        # `_update` reads the current one; a matrix that is computed again must not count twice
+        self.exchange, before = exchange, self._stats
         self._stats = None
-        engine.compute_alone(stack, matrices)
+        exchange.compute_alone(stack, matrices)
         self._stats = before
 
     @property
@@ -264,214 +225,81 @@ class MuonRule(UpdateRule):
         """Whether statistics are collected in this step."""
         return self._stats is not None
 
-    def _run(self, stepped: Mapping[int, Stepped], state: State) -> None:
-        """Update the parameters whose matrices the current engine computes."""
-
-        def params(names: Iterable[str]) -> list[Tensor]:
-            numbers = (self._numbers[name] for name in names)
-            return [stepped[n].param for n in numbers if n in stepped]
-
-        def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
-            numbers = [self._numbers[name] for name in names]
-            # also without any parameter, because a hook may call collectives
-            inputs = self._inputs(wave, {n: stepped[n] for n in numbers if n in stepped})
-            return {name: self._input(n, inputs) for name, n in zip(names, numbers, strict=True)}
-
-        # updates that wait for the sums over whole matrices, and this rank's parts of these sums
-        waiting: dict[int, Tensor] = {}
-        mine: dict[int, Sequence[Tensor]] = {}
-
-        def store(results: Mapping[str, Tensor]) -> None:
-            updates = {self._numbers[name]: update for name, update in results.items()}
-            # others took part with zeros, because the plan is fixed; they must not change
-            updates = {n: update for n, update in updates.items() if n in stepped}
-            if self.insert_checked is not None:
-                self.insert_checked(updates)
-            if self._totals is None:
-                self._apply([stepped[n] for n in updates], updates)
-                return
-            waiting.update(updates)
-            mine.update({n: self.partial_sums(stepped[n], updates[n]) for n in updates})
-
-        # off-loaded tensors have streams of their own
-        side = self._side if self.host is None else None
-        moving = (
-            nullcontext((load, store))
-            if self.host is None
-            else self.host.moving(load, store, params, self.engine.redistribution.arriving, state)
-        )
-        with moving as (load_moved, store_moved):
-            self.engine.redistribution.run(load_moved, self.engine.compute, store_moved, side)
-        self._squares.clear()  # left of matrices that the engine skipped
-        if self._totals is not None:
-            # of all shards, because the all-reduce must have the same size on all ranks
-            totals = self._totals.totals(range(len(self.shards)), mine, self.sums_per_matrix)
-            items = {stepped[n].param: stepped[n] for n in waiting}
-            self._apply_with_totals(items, waiting, totals, state)
-
-    def _apply_with_totals(
-        self,
-        items: Mapping[Tensor, Stepped],
-        updates: Mapping[int, Tensor],
-        totals: Mapping[int, Tensor],
-        state: State,
-    ) -> None:
-        """Change weights once the sums over whole matrices are known."""
-
-        def apply(params: Sequence[Tensor]) -> None:
-            its = [items[param] for param in params]
-            for item in its:
-                self.use_totals(item, updates[item.number], totals[item.number])
-            self._apply(its, updates)
-
-        if self.host is None:
-            apply(list(items))
-        else:
-            # the waves have moved weights and state back to the host
-            self.host.step_in_chunks(items, apply, state)
-
-    def _input(self, number: int, inputs: Mapping[int, Tensor]) -> Tensor:
-        if number in inputs:
-            return inputs[number].contiguous()
-        # for a planned parameter without a gradient
-        shape, device = self.shards[number].shape, self.engine.device
-        # of any dtype, because packing converts
-        return torch.zeros(shape, dtype=torch.float32, device=device)
-
-    def _begin(self, groups: Sequence[ParamGroup], stepped: Mapping[int, Stepped]) -> None:
-        """Prepare a step; a hook for subclasses."""
-
-    def _end(self, stepped: Mapping[int, Stepped]) -> None:
-        """Finish a step; a hook for subclasses."""
-
-    def partial_sums(self, item: Stepped, update: Tensor) -> Sequence[Tensor]:
-        """Return sums over what this rank stores of each matrix; a hook for subclasses.
-
-        It may change the update in place.
-
-        Returns:
-            As many as :attr:`sums_per_matrix`, each float64 ``(matrices,)``, as
-            ``stored_matrices(item.number).sums`` returns them.
-        """
-        raise NotImplementedError
-
-    def use_totals(self, item: Stepped, update: Tensor, totals: Tensor) -> None:
-        """Change an update in place, before weight decay and learning rate; a hook for subclasses.
-
-        ``totals`` has the sums of :meth:`partial_sums` over all ranks, float64
-        ``(sums_per_matrix, matrices)``.
-        """
-        raise NotImplementedError
-
-    def _inputs(self, wave: int, stepped: Mapping[int, Stepped]) -> Mapping[int, Tensor]:
-        """Return the directions of the parameters that a wave is the first to need."""
-        places: dict[int, Tensor | None] = dict.fromkeys(stepped)
-        if self._totals is None:
-            # updates that are held until all waves have run must not be in a wave's memory
-            place_of = self.engine.redistribution.place
-            places = {n: place_of(self.shards[n].name) for n in stepped}
-        return self._directions(wave, stepped, self._dtype, places)
+    def _run(self, items: Mapping[int, ParamWithGrad], groups: Sequence[ParamGroup]) -> None:
+        """Update parameters; a hook for subclasses, around all waves."""
+        self.exchange.run(items, self._directions, self._apply, self.host)
+        self._squares.clear()  # left of matrices that were not computed
 
     def _directions(
         self,
-        wave: int,
-        stepped: Mapping[int, Stepped],
-        dtype: torch.dtype | None = None,
-        places: Mapping[int, Tensor | None] | None = None,
-    ) -> dict[int, Tensor]:
-        """Update momenta; return directions, possibly rounded to ``dtype`` and at ``places``."""
+        items: Mapping[int, ParamWithGrad],
+        arriving: Sequence[int],
+        outs: Mapping[int, Tensor] | None,
+    ) -> Mapping[int, Tensor]:
+        """Update momenta and return directions, by the number of the shard; a hook for subclasses.
+
+        Args:
+            items: The parameters of this rank that a wave is the first to need.
+            arriving: The shards of all ranks that it is the first to need.
+            outs: Flat memory for some of the directions, which may stay unused. With None,
+                directions keep the momentum's dtype; otherwise they are rounded as they are sent.
+        """
         if self.rounding is None:
-            momenta = {n: item.state[MOMENTUM] for n, item in stepped.items()}
+            momenta = {n: item.state[MOMENTUM] for n, item in items.items()}
         else:
-            momenta = {n: self.rounding.read(n, item.state) for n, item in stepped.items()}
-        found = self._momentum_update(stepped, momenta, self.optimizer.nesterov, dtype, places)
+            momenta = {n: self.rounding.read(n, item.state) for n, item in items.items()}
+        found = self._momentum_update(items, momenta, outs, self.optimizer.nesterov)
         if self.rounding is not None:
-            new = {n: (item.state, momenta[n]) for n, item in stepped.items()}
-            self.rounding.write(self.engine.arrivals[wave], new)
+            new = {n: (item.state, momenta[n]) for n, item in items.items()}
+            self.rounding.write(arriving, new)
         return found
 
     def _momentum_update(
         self,
-        stepped: Mapping[int, Stepped],
+        items: Mapping[int, ParamWithGrad],
         momenta: Mapping[int, Tensor],
+        outs: Mapping[int, Tensor] | None,
         nesterov: bool,
-        dtype: torch.dtype | None = None,
-        places: Mapping[int, Tensor | None] | None = None,
     ) -> dict[int, Tensor]:
-        """Mix gradients into ``momenta``, and return directions."""
+        """Mix gradients into ``momenta``, and return directions; see ``_directions``."""
+        dtype, places = (None, {}) if outs is None else (self.exchange.dtype, outs)
         found: dict[int, Tensor] = {}
-        for group, members in _by_group(stepped.values()):
-            mine = [momenta[item.number] for item in members]
-            outs = [
-                _out(kept, None if places is None else places[item.number], dtype, nesterov)
-                for kept, item in zip(mine, members, strict=True)
+        for group, members in _by_group(items.values()):
+            kept = [momenta[item.number] for item in members]
+            written = [
+                _out(momentum, places.get(item.number), dtype, nesterov)
+                for momentum, item in zip(kept, members, strict=True)
             ]
-            grads: list[Any] = [item.param.grad for item in members]
+            for item, momentum, out in zip(members, kept, written, strict=True):
+                found[item.number] = momentum if out is None else out.view(momentum.shape)
             sums = [
-                None if places is None else self._empty_sums(item.number, out, places[item.number])
-                for item, out in zip(members, outs, strict=True)
+                # A direction in a stack is computed there, so its sum is that of its matrix, or of
+                # this rank's slab, which `normalize` adds over ranks. With several matrices it is
+                # the sum of none.
+                empty_sums(out)
+                if out is not None
+                and out is places.get(item.number)
+                and len(self.shards[item.number].layouts) == 1
+                else None
+                for item, out in zip(members, written, strict=True)
             ]
-            weights = [item.param for item in members]
-            # settings are read from the group in each step, so that they can be changed meanwhile
-            how = self._mixing(group, nesterov)
-            # gradients are not clipped yet: the pass multiplies them by their scale
-            momentum_update_(mine, outs, grads, weights, self.grad_scale, how, sums)
-            for item, kept, out in zip(members, mine, outs, strict=True):
-                found[item.number] = kept if out is None else out.view(kept.shape)
-        return found
-
-    def _empty_sums(self, number: int, out: Tensor | None, place: Tensor | None) -> Tensor | None:
-        """Return the tensor for the sums of squares of a matrix that is written to its place."""
-        # A tensor in a place is computed where it is, so its sum is that of its matrix, or of this
-        # rank's slab, which `normalize` adds over ranks. With several matrices, it is the sum of
-        # none.
-        names = self.shards[number].matrix_names
-        if out is None or out is not place or len(names) > 1:
-            return None
-        sums = empty_sums(out)
-        if sums is not None:
-            self._squares[names[0]] = sums
-        return sums
-
-    def _squares_of(self, matrices: Sequence[int]) -> Tensor | None:
-        """Return known sums of squares ``(batch, parts)``, which are then forgotten."""
-        found = [self._squares.pop(self.engine.names[matrix], None) for matrix in matrices]
-        known = [sums for sums in found if sums is not None]
-        # a stack is divided in one pass, so all norms must be known
-        if len(known) < len(found):
-            return None
-        return known[0].unsqueeze(0) if len(known) == 1 else torch.stack(known)
-
-    def _apply(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
-        """Apply weight decay, and subtract the updates."""
-        if self._stats is not None:
-            numbers = [item.number for item in stepped]
-            self._stats.count_updates(numbers, [updates[number] for number in numbers])
-        self._write(stepped, updates)
-
-    def _write(self, stepped: Sequence[Stepped], updates: Mapping[int, Tensor]) -> None:
-        for group, members in _by_group(stepped):
-            params = [item.param for item in members]
-            update_(
-                params,
-                # taken from the tensors, so that nobody copies them again after the step
-                [model_copy_of(param) for param in params],
-                [updates[item.number] for item in members],
+            for item, squares in zip(members, sums, strict=True):
+                if squares is not None:
+                    self._squares[self.exchange.first[item.number]] = squares
+            momentum_update_(
+                kept,
+                written,
+                [item.param.grad for item in members],
+                [item.param for item in members],
+                # gradients are not clipped yet: the pass multiplies them by their scale
                 self.grad_scale,
-                *self._rates(group),
-                cautious=self.optimizer.cautious_weight_decay,
+                # settings are read from the group in each step, so that they can be changed
+                group["momentum"],
+                group["weight_decay"] if self.optimizer.weight_decay_method == "l2" else 0.0,
+                nesterov=nesterov,
+                sums=sums,
             )
-
-    def _rates(self, group: Mapping[str, Any]) -> tuple[float, float]:
-        """Return the rate of updates, and the share of weights that decays."""
-        of_decay = {"decoupled": group["lr"], "independent": 1.0, "l2": 0.0}
-        decay = group["weight_decay"] * of_decay[self.optimizer.weight_decay_method]
-        return group["lr"], decay
-
-    def _mixing(self, group: Mapping[str, Any], nesterov: bool) -> MomentumMixing:
-        is_l2 = self.optimizer.weight_decay_method == "l2"
-        decay = group["weight_decay"] if is_l2 else 0.0
-        return MomentumMixing(group["momentum"], nesterov, decay)
+        return found
 
     def _update(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
@@ -479,38 +307,51 @@ class MuonRule(UpdateRule):
         """Replace a stack of directions by updates, in place; a hook for subclasses.
 
         Args:
-            stack: ``(batch, rows, cols)``; rows are inputs if ``engine.transposed`` says so.
+            stack: ``(batch, rows, cols)``; rows are inputs if ``exchange.transposed`` says so.
             matrices: The index of each matrix.
             reduce: Adds up sums over a matrix's slabs; None if matrices are whole, as they are
                 unless the class that has this method sets :attr:`takes_slabs`.
             shape: Of a whole matrix.
         """
         # of the whole matrix, also if this rank has a slab of it
-        scales = self._scales_of(self.engine.out_in(matrices[0], shape))
-        self._orthogonalize(stack, matrices, reduce, shape, scales)
-
-    def _orthogonalize(
-        self,
-        stack: Tensor,
-        matrices: Sequence[int],
-        reduce: ReduceT | None,
-        shape: tuple[int, int],
-        scales: tuple[float, ...] = (),
-    ) -> None:
-        """Replace a stack of matrices by orthogonal factors times ``scales``."""
+        scales = self._scales_of(self.exchange.out_in(matrices[0], shape))
+        # a stack is divided in one pass, so sums of squares must be known of all its matrices
+        known = [self._squares.pop(matrix, None) for matrix in matrices]
+        sums = [squares for squares in known if squares is not None]
+        squares = None
+        if len(sums) == len(known):
+            squares = sums[0].unsqueeze(0) if len(sums) == 1 else torch.stack(sums)
         compute = self.optimizer.orthogonalization
-        squares = self._squares_of(matrices)
         if self._stats is None:
             compute.factors_(stack, reduce, shape, scales, squares)
             return
         with self._stats.meter.span(ORTHOGONALIZATION):
             compute.factors_(stack, reduce, shape, scales, squares)
-        self._stats.look_at(self.engine, matrices, stack, reduce, shape, math.prod(scales))
+        self._stats.look_at(self.exchange, matrices, stack, reduce, shape, math.prod(scales))
+
+    def _apply(self, items: Sequence[ParamWithGrad], updates: Mapping[int, Tensor]) -> None:
+        """Apply weight decay, and subtract the updates; a hook for subclasses."""
+        if self._stats is not None:
+            numbers = [item.number for item in items]
+            self._stats.count_updates(numbers, [updates[number] for number in numbers])
+        for group, members in _by_group(items):
+            params, lr = [item.param for item in members], group["lr"]
+            share = {"decoupled": lr, "independent": 1.0, "l2": 0.0}
+            update_(
+                params,
+                # taken from the tensors, so that nobody copies them again after the step
+                [model_copy_of(param) for param in params],
+                [updates[item.number] for item in members],
+                self.grad_scale,
+                lr,
+                group["weight_decay"] * share[self.optimizer.weight_decay_method],
+                cautious=self.optimizer.cautious_weight_decay,
+            )
 
 
-def _by_group(stepped: Iterable[Stepped]) -> list[tuple[ParamGroup, list[Stepped]]]:
-    groups: dict[int, tuple[ParamGroup, list[Stepped]]] = {}
-    for item in stepped:
+def _by_group(items: Iterable[ParamWithGrad]) -> list[tuple[ParamGroup, list[ParamWithGrad]]]:
+    groups: dict[int, tuple[ParamGroup, list[ParamWithGrad]]] = {}
+    for item in items:
         groups.setdefault(id(item.group), (item.group, []))[1].append(item)
     return list(groups.values())
 

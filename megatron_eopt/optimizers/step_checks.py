@@ -1,7 +1,7 @@
 """Where a check of updates takes part in steps: around a step, and in what waves compute.
 
-A check may compute updates before the step. Then it sets ``MuonRule.insert_checked``, and the
-engines skip what it has computed.
+A check may compute updates before the step. Then it sets ``insert_checked`` and ``skipped`` of each
+MatrixExchange, which does not compute them again.
 """
 
 import importlib

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_eopt.base.meter import Meter
 from megatron_eopt.math.newton_schulz import ReduceT
-from megatron_eopt.optimizers.engine import MatrixEngine
+from megatron_eopt.optimizers.exchange import MatrixExchange
 
 SAMPLES = 4
 """Most matrices of a group of ranks whose orthogonality is measured."""
@@ -46,7 +46,7 @@ class StepStats:
 
     def look_at(
         self,
-        engine: MatrixEngine,
+        exchange: MatrixExchange,
         matrices: Sequence[int],
         stack: Tensor,
         reduce: ReduceT | None,
@@ -59,9 +59,9 @@ class StepStats:
         the given ``shape``; with ``reduce``, this rank's slabs of them. The share of a matrix is
         one over the number of ranks that compute it.
         """
-        sample = sample_of(len(engine.names))
+        sample = sample_of(len(exchange.names))
         # alike in a stack, whose matrices have the same kind of work
-        share = engine.work.matrices[matrices[0]].share
+        share = exchange.work.matrices[matrices[0]].share
         for matrix, number in zip(stack, matrices, strict=True):
             if scale and number in sample:
                 factor = matrix.to(torch.float32) / scale

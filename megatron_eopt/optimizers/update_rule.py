@@ -19,25 +19,23 @@ Note [Lifetimes]
     ================  =====================================  =======================================
     hook              runs                                   collectives
     ================  =====================================  =======================================
-    ``_begin``        once a step                            allowed
-    ``_inputs``       once a wave, in order                  for ``engine.arrivals[wave]``, the same
-                                                             on all ranks
+    ``_run``          once a step, around all others         allowed, before and after ``super()``
+    ``_directions``   once a wave, in order                  for ``arriving``, the same on all ranks
     ``_update``       for each stack of matrices             only ``reduce``
     ``partial_sums``  for each parameter, with its last wave none
     ``use_totals``    for each parameter, after all waves    none: totals are those of all ranks
     ``_apply``        for the parameters of a last wave, or  none
                       after all waves if there are sums
-    ``_end``          once a step                            allowed
     ================  =====================================  =======================================
 
     What a hook gets is valid as follows. Copy what has to live longer.
 
     * A stack: until ``_update`` returns.
-    * A direction: until its update returns. One that ``_inputs`` writes to
-      :meth:`~megatron_eopt.layouts.Redistribution.place` also gets its update there.
-    * An update: until ``_apply`` returns, because the next wave may overwrite the memory. With
-      ``sums_per_matrix``, updates are new tensors and live until the end of the step.
-    * Weights and state that are sharded like them: from ``_inputs`` to ``partial_sums``, and in
+    * A direction: until its update returns. One that ``_directions`` writes to ``outs`` also gets
+      its update there.
+    * An update: until ``_apply`` returns, because the next wave may overwrite the memory. In a
+      MatrixSumsRule, updates are new tensors and live until the end of the step.
+    * Weights and state that are sharded like them: from ``_directions`` to ``partial_sums``, and in
       ``use_totals`` and ``_apply``. At other times they may be in host memory, which is copied
       without waiting.
     * Gradients and all other state: the whole step. Gradients are not clipped yet if
@@ -130,7 +128,7 @@ class UpdateRule:
     def measure(self, stats: StepStats | None) -> None:
         """Measure the following steps with ``stats``; None stops measuring."""
         if self.redistribution is not None:
-            self.redistribution.meter = None if stats is None else stats.meter
+            self.redistribution.measure(None if stats is None else stats.meter)
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield the tensors that stay in memory between steps, other than weights and state."""

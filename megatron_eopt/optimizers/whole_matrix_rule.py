@@ -19,7 +19,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import ELEMENT_WISE_STATE, STEP
 from megatron_eopt.base.nested_state import by_rows, leaves
 from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
-from megatron_eopt.optimizers.engine import EngineConfig
+from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings
 from megatron_eopt.optimizers.modes import Schedule, plan_work
 from megatron_eopt.optimizers.update_rule import (
@@ -54,14 +54,14 @@ class WholeMatrixRule(UpdateRule):
         init_state_fn: Callable[[], None] | None,
         shards: Sequence[ParamShard],
         shapes: Sequence[tuple[int, ...]],
-        engine_config: EngineConfig,
+        exchange_config: ExchangeConfig,
         fault_in: Callable[[Sequence[Tensor]], str | None] | None = None,
     ) -> None:
         super().__init__(type(optimizer).__name__, shards)
         self._optimizer = optimizer
         self._init_state_fn = init_state_fn
         self._fault_in = fault_in
-        self._device = torch.device(engine_config.device)
+        self._device = torch.device(exchange_config.device)
         self._ranks = shards[0].ranks
         self._names = [name for shard in shards for name in shard.matrix_names]
         self._of_matrix = [
@@ -71,7 +71,7 @@ class WholeMatrixRule(UpdateRule):
             shapes[n] if len(shards[n].layouts) == 1 else shards[n].layouts[m].shape
             for n, m in self._of_matrix
         ]
-        self.redistribution = self._plan(engine_config)
+        self.redistribution = self._plan(exchange_config)
         plan = self.redistribution.plan
         # this rank's matrices by index; they hold data only while they are updated
         self.owned: dict[int, nn.Parameter] = {
@@ -218,11 +218,11 @@ class WholeMatrixRule(UpdateRule):
             hint = "Set requires_grad=False on them before building the optimizer"
             raise ConfigurationError("grad", missing[:8], rule, hint)
 
-    def _plan(self, engine_config: EngineConfig) -> Redistribution:
+    def _plan(self, exchange_config: ExchangeConfig) -> Redistribution:
         """Plan how gradient ``2 i`` and weight ``2 i + 1`` of each matrix ``i`` are sent."""
         layouts = [layout for shard in self.shards for layout in shard.layouts]
         # a wave holds gradient and weight of each matrix
-        work = plan_work(layouts, self._ranks.size, "exchange", engine_config.wave_bytes // 2)
+        work = plan_work(layouts, self._ranks.size, "exchange", exchange_config.wave_bytes // 2)
         self._work = work
         stored_in = [shard.name for shard in self.shards for _ in shard.layouts]
         pairs = zip(self._names, layouts, work.matrices, stored_in, strict=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.names import MOMENTUM
-from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
-from megatron_eopt.optimizers.muon_rule import MuonRule, Stepped
+from megatron_eopt.optimizers.exchange import ExchangeConfig, MatrixExchange, ParamWithGrad
+from megatron_eopt.optimizers.muon_rule import MuonRule
 from megatron_eopt.optimizers.update_rule import ParamGroup, State
 from megatron_eopt.storage.shard import ParamShard
 
@@ -31,48 +31,48 @@ class WindowedMuonRule(MuonRule):
         self,
         optimizer: Any,
         shards: Sequence[ParamShard],
-        engine_config: EngineConfig,
+        exchange_config: ExchangeConfig,
         windows: Sequence[int],
     ) -> None:
         self.members = [
             [shard for shard, window in enumerate(windows) if window == number]
             for number in sorted(set(windows))
         ]
-        super().__init__(optimizer, shards, engine_config)
+        super().__init__(optimizer, shards, exchange_config)
         # by window: updates and settings they depend on; parameters and what was read of them
         self._updates: dict[int, tuple[dict[int, Tensor], list[Any]]] = {}
-        self._seen: dict[int, tuple[list[Stepped], tuple[list[int], list[Tensor]]]] = {}
+        self._seen: dict[int, tuple[list[ParamWithGrad], tuple[list[int], list[Tensor]]]] = {}
 
-    def _engines(self, engine_config: EngineConfig) -> list[MatrixEngine]:
-        engines: list[MatrixEngine] = []
+    def _exchanges(self, exchange_config: ExchangeConfig) -> list[MatrixExchange]:
+        found: list[MatrixExchange] = []
         for members in self.members:
             shards = [self.shards[number] for number in members]
-            before = engines[-1] if engines else None
-            engines.append(MatrixEngine(shards, self._update, engine_config, before=before))
-        return engines
+            before = found[-1] if found else None
+            found.append(
+                MatrixExchange(
+                    shards, self._update, exchange_config, numbers=members, before=before
+                )
+            )
+        return found
 
     @torch.no_grad()
     def precompute(self, window: int, groups: Sequence[ParamGroup], state: State) -> None:
         """Compute a window's updates from its gradients, without applying them; collective."""
         # the norm is not known yet: if it asks for clipping, the updates are dropped
         self.grad_scale = None
-        stepped = self._stepped_in(window, groups, state)
-        items = list(stepped.values())
-        self._seen[window] = items, self._read(items)
+        items = self._items_of(window, groups, state)
+        read = list(items.values())
+        self._seen[window] = read, self._read(read)
         updates: dict[int, Tensor] = {}
 
-        def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
-            numbers = {name: self._numbers[name] for name in names}
-            mine = {n: stepped[n] for n in numbers.values() if n in stepped}
+        def directions(
+            some: Mapping[int, ParamWithGrad], _: Sequence[int], outs: Mapping[int, Tensor]
+        ) -> Mapping[int, Tensor]:
             # copies, since the step may be skipped or computed again
-            momenta = {n: item.state[MOMENTUM].clone() for n, item in mine.items()}
-            found = self._momentum_update(mine, momenta, self.optimizer.nesterov, self._dtype)
-            return {name: self._input(n, found) for name, n in numbers.items()}
+            momenta = {n: item.state[MOMENTUM].clone() for n, item in some.items()}
+            return self._momentum_update(some, momenta, outs, self.optimizer.nesterov)
 
-        def store(results: Mapping[str, Tensor]) -> None:
-            updates.update({self._numbers[name]: update for name, update in results.items()})
-
-        self.engine.run(load, store)
+        self.exchange.run(items, directions, lambda _, found: updates.update(found), keep=True)
         self._updates[window] = updates, self._settings(groups)
 
     def _settings(self, groups: Sequence[ParamGroup]) -> list[Any]:
@@ -80,7 +80,7 @@ class WindowedMuonRule(MuonRule):
         is_l2 = self.optimizer.weight_decay_method == "l2"
         return [(group["momentum"], is_l2 and group["weight_decay"]) for group in groups]
 
-    def _read(self, items: Sequence[Stepped]) -> tuple[list[int], list[Tensor]]:
+    def _read(self, items: Sequence[ParamWithGrad]) -> tuple[list[int], list[Tensor]]:
         """Return versions and norms of the tensors that directions depend on.
 
         Versions count writes, but not those by ``tensor.data``. Gradients have none of their own,
@@ -112,29 +112,29 @@ class WindowedMuonRule(MuonRule):
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters of ``groups``, one window after another."""
-        for window in range(len(self.engines)):
+        for window in range(len(self.exchanges)):
             self.step_window(window, groups, state)
 
     @torch.no_grad()
     def step_window(self, window: int, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters of one window, with updates computed ahead if they are valid."""
-        stepped = self._stepped_in(window, groups, state)
+        items = self._items_of(window, groups, state)
         updates, settings = self._updates.pop(window, ({}, None))
         self._seen.pop(window, None)
         if settings != self._settings(groups):
-            self._run(stepped, state)
+            self._run(items, groups)
             return
-        momenta = {number: item.state[MOMENTUM] for number, item in stepped.items()}
+        momenta = {number: item.state[MOMENTUM] for number, item in items.items()}
         # only for the momenta: without Nesterov, no direction is written
-        self._momentum_update(stepped, momenta, nesterov=False)
-        if self.insert_checked is not None:
-            self.insert_checked(updates)
-        self._apply(list(stepped.values()), updates)
+        self._momentum_update(items, momenta, None, nesterov=False)
+        if self.exchange.insert_checked is not None:
+            self.exchange.insert_checked(updates)
+        self._apply(list(items.values()), updates)
 
-    def _stepped_in(
+    def _items_of(
         self, window: int, groups: Sequence[ParamGroup], state: State
-    ) -> dict[int, Stepped]:
-        """Return the parameters of a window with gradients; make its engine the current one."""
-        self.engine = self.engines[window]
-        found = self._stepped(groups, state)
+    ) -> dict[int, ParamWithGrad]:
+        """Return the parameters of a window with gradients; make its exchange the current one."""
+        self.exchange = self.exchanges[window]
+        found = self._with_grads(groups, state)
         return {number: found[number] for number in self.members[window] if number in found}

@@ -12,7 +12,7 @@ from megatron_eopt.cpu.patches import Patch
 from megatron_eopt.layouts import Redistribution
 from megatron_eopt.optimizers import update_rule, whole_matrix_rule
 from megatron_eopt.optimizers.host_memory import HostMemory
-from megatron_eopt.optimizers.muon_rule import MuonRule
+from megatron_eopt.optimizers.matrix_sums_rule import MatrixSumsRule
 
 # Memory that must not be used any more
 
@@ -76,7 +76,7 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func._schema.name.startswith("c10d::"):
             text = (
-                "%s while updates are stored, which ranks do in another order; see sums_per_matrix"
+                "%s while updates are stored, which ranks do in another order; see MatrixSumsRule"
             )
             raise RuntimeError(text % func._schema.name)
         return func(*args, **(kwargs or {}))
@@ -98,10 +98,10 @@ def _poisoned_run(self: Redistribution, load: Any, compute: Any, store: Any, *re
     _poison(self.buffers.values())
 
 
-_plain_apply_with_totals = MuonRule._apply_with_totals
+_plain_apply_with_totals = MatrixSumsRule._apply_with_totals
 
 
-def _watched_apply_with_totals(self: MuonRule, *args: Any) -> None:
+def _watched_apply_with_totals(self: MatrixSumsRule, *args: Any) -> None:
     with _NoCollectives():  # type: ignore[no-untyped-call]
         _plain_apply_with_totals(self, *args)
 
@@ -110,6 +110,6 @@ PATCHES = [
     Patch(update_rule, "HostMemory", PoisonedHost),
     Patch(whole_matrix_rule, "HostMemory", PoisonedHost),
     Patch(Redistribution, "run", _poisoned_run),
-    Patch(MuonRule, "_apply_with_totals", _watched_apply_with_totals),
+    Patch(MatrixSumsRule, "_apply_with_totals", _watched_apply_with_totals),
 ]
 """With them, each step overwrites what must not be used any more."""

@@ -37,7 +37,7 @@ from megatron_eopt.config.settings import Settings
 from megatron_eopt.layouts import Layout, dtensor_layout
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.element_wise import ElementWiseRule
-from megatron_eopt.optimizers.engine import EngineConfig
+from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.modes import plan_work
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule
@@ -359,7 +359,7 @@ def _matrix_update_rule(
     if spec.layout == "matrix_state" or (mode == "auto" and source.is_cut(params[0])):
         # sharded matrices must be sent anyway, and one owner does the work only once
         mode = "exchange"
-    engine_config = EngineConfig(
+    exchange_config = ExchangeConfig(
         mode,
         matrix_buffer_mb=settings.config.matrix_buffer_mb,
         device=local_of(params[0]).device,
@@ -367,13 +367,13 @@ def _matrix_update_rule(
     size = 1 if group is None else group.size()
 
     def computed_by(layouts: Sequence[Layout]) -> list[int]:
-        work = plan_work(layouts, size, mode, engine_config.wave_bytes)
+        work = plan_work(layouts, size, mode, exchange_config.wave_bytes)
         return [int(matrix.compute.boxes.rank[0]) for matrix in work.matrices]
 
     named = {routing.names[param]: param for param in params}
     splits = [routing.matrices[param] or whole(whole_shape(param)) for param in params]
     found = raise_together_in(group, lambda: source.shards(named, splits, group, computed_by))
-    return update_rule_over(spec, found, engine_config, settings.config)
+    return update_rule_over(spec, found, exchange_config, settings.config)
 
 
 def is_torch_fsdp2(model_chunks: Sequence[Any]) -> bool:

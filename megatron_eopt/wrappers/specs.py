@@ -16,7 +16,7 @@ from megatron_eopt.config.arguments import arguments_of, constructed
 from megatron_eopt.config.fields import constructor_parameters
 from megatron_eopt.config.registry import StateLayoutT, entries, entry_of, steps_in_pieces
 from megatron_eopt.config.settings import Settings
-from megatron_eopt.optimizers.engine import EngineConfig
+from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.scalar import (
     ELEMENT_WISE_CLASSES,
     build_scalar_optimizer,
@@ -213,11 +213,11 @@ def fault_in(construct: Construct, weights: Sequence[Tensor]) -> str | None:
 
 
 def update_rule_over(
-    spec: OptimizerSpec, shards: Sequence[ParamShard], engine_config: EngineConfig, config: Any
+    spec: OptimizerSpec, shards: Sequence[ParamShard], exchange_config: ExchangeConfig, config: Any
 ) -> UpdateRule:
     """Create the update rule of an optimizer of matrices; collective over the shards' ranks."""
     if spec.layout == "matrix_update":
-        update_rule: UpdateRule = spec.optimizer.update_rule_over(shards, engine_config)
+        update_rule: UpdateRule = spec.optimizer.update_rule_over(shards, exchange_config)
         return update_rule
     # a Muon whose ``steps_in_pieces()`` is False, because a subclass overrides a method
     if hasattr(type(spec.optimizer), "steps_in_pieces"):
@@ -237,4 +237,4 @@ def update_rule_over(
     ]
     init = spec.init_state_fn and functools.partial(spec.init_state_fn, spec.optimizer, config)
     check = spec.construct and functools.partial(fault_in, spec.construct)
-    return WholeMatrixRule(spec.optimizer, init, shards, shapes, engine_config, check)
+    return WholeMatrixRule(spec.optimizer, init, shards, shapes, exchange_config, check)

@@ -21,6 +21,7 @@ from megatron_eopt.config.registry import registered
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.extending import (
     EmergingOptimizerEntry,
+    MatrixSumsRule,
     MuonRule,
     build_replicated,
     build_sharded,
@@ -38,10 +39,8 @@ def variant(cls):
     return EmergingOptimizerEntry(cls, state_layout="matrix_update", prefixes=("muon",))
 
 
-class CautiousRule(MuonRule):
+class CautiousRule(MatrixSumsRule):
     """Drops entries that differ in sign from the gradient; scales the rest by how many remain."""
-
-    sums_per_matrix = 1
 
     def partial_sums(self, item, update):
         agrees = update * item.param.grad > 0
@@ -59,10 +58,8 @@ class CautiousMuon(TensorParallelMuon):
     update_rule_class = CautiousRule
 
 
-class BoundedRule(MuonRule):
+class BoundedRule(MatrixSumsRule):
     """Lets no update of a whole matrix have a root mean square above a limit."""
-
-    sums_per_matrix = 1
 
     def partial_sums(self, item, update):
         return [self.stored_matrices(item.number).square_sums(update)]
@@ -161,7 +158,7 @@ class PerWaveRule(MuonRule):
     """Cautious Muon that adds up the sums of a wave, in which ranks have other parameters."""
 
     def _apply(self, stepped, updates):
-        matrices = MatrixSums(self.shards, self.engine.device, self.engine.sharing)
+        matrices = MatrixSums(self.shards, self.exchange.device, self.exchange.sharing)
         mine = {}
         for item in stepped:
             agrees = updates[item.number] * item.param.grad > 0
@@ -178,22 +175,21 @@ class PerWaveRule(MuonRule):
 class KeepingRule(MuonRule):
     """Applies updates at the end of a step, when waves have overwritten them."""
 
-    def _begin(self, groups, stepped):
+    def _run(self, items, groups):
         self.kept = []
-
-    def _apply(self, stepped, updates):
-        self.kept.append((stepped, updates))
-
-    def _end(self, stepped):
+        super()._run(items, groups)
         for kept in self.kept:
             super()._apply(*kept)
+
+    def _apply(self, items, updates):
+        self.kept.append((items, updates))
 
 
 class LateRule(KeepingRule):
     """Does the same with copies, but off-loaded weights are on the host by then."""
 
-    def _apply(self, stepped, updates):
-        self.kept.append((stepped, {number: value.clone() for number, value in updates.items()}))
+    def _apply(self, items, updates):
+        self.kept.append((items, {number: value.clone() for number, value in updates.items()}))
 
 
 class PerWaveMuon(TensorParallelMuon):

@@ -22,7 +22,7 @@ from megatron_eopt.base.kernels import FAMILIES, SWITCH, Family, is_on
 from megatron_eopt.layouts.exchange import Copy
 from megatron_eopt.layouts.redistribution import run_copies
 from megatron_eopt.math.newton_schulz import normalize
-from megatron_eopt.math.passes import MomentumMixing, adam_, momentum_update_, update_
+from megatron_eopt.math.passes import adam_, momentum_update_, update_
 from megatron_eopt.math.products import multiply, serves
 
 SIZES = {"one": (300_000_000,), "many": (8_388_608,) * 16, "odd": (1, 33, 5_000, 16_777_217)}
@@ -163,7 +163,7 @@ class _Numbers:
 
 def _momentum_update(lists: Lists, grad_scale: Tensor | None) -> None:
     momenta, outs, grads = lists
-    momentum_update_(momenta, outs, grads, momenta, grad_scale, MomentumMixing(0.95, nesterov=True))
+    momentum_update_(momenta, outs, grads, momenta, grad_scale, 0.95, nesterov=True)
 
 
 def _update(lists: Lists, grad_scale: Tensor | None) -> None:

@@ -16,7 +16,7 @@ from megatron_eopt.config.settings import RunSettings
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.element_wise import ElementWiseRule
-from megatron_eopt.optimizers.engine import EngineConfig
+from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.host_memory import on_device
 from megatron_eopt.optimizers.muon import declared_split
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
@@ -191,7 +191,7 @@ def _update_rule_of(
     )
     is_usual = settings.config.matrix_buffer_mb >= DEFAULT_MATRIX_BUFFER_MB
     # with owners, a rank sends and receives its share of a matrix twice, however many ranks
-    engine_config = EngineConfig(
+    exchange_config = ExchangeConfig(
         "exchange",
         matrix_buffer_mb=settings.config.matrix_buffer_mb,
         device=torch.device("cuda", torch.cuda.current_device()),
@@ -200,7 +200,7 @@ def _update_rule_of(
         # a smaller wave saves memory on purpose, and off-loading needs small ones
         grows=is_usual and not settings.offload_fraction,
     )
-    return update_rule_over(spec, shards, engine_config, settings.config)
+    return update_rule_over(spec, shards, exchange_config, settings.config)
 
 
 def _groups_in(

@@ -11,7 +11,6 @@ from torch.optim.adam import adam
 from megatron_eopt.base import gpu
 from megatron_eopt.math.passes import (
     BLOCK,
-    MomentumMixing,
     adam_,
     empty_sums,
     momentum_update_,
@@ -43,10 +42,11 @@ def by_both(function, *args):
     return [[t for t in some if t is not None] for some in (found, function(*args))]
 
 
-def mixed(grads, momenta, outs, grad_scale, how):
+def mixed(grads, momenta, outs, grad_scale, momentum, nesterov, decay):
     kept, given = tensors(momenta, 1), tensors(grads, 2)
     places = [out if out is None else out.view(-1) for out in tensors(outs, 3)]
-    momentum_update_(kept, places, given, tensors(F32, 4), factor(grad_scale), how)
+    lists = (kept, places, given, tensors(F32, 4))
+    momentum_update_(*lists, factor(grad_scale), momentum, decay, nesterov=nesterov)
     assert all(map(torch.equal, given, tensors(grads, 2)))
     return [*kept, *places]
 
@@ -58,8 +58,7 @@ def mixed(grads, momenta, outs, grad_scale, how):
 @pytest.mark.parametrize("momentum", [0.95, 0.3])
 def test_mixing_has_the_bits_of_torch(momentum, dtypes, grad_scale):
     for nesterov, decay in ((True, 0.0), (True, 0.1), (False, 0.1)):
-        how = MomentumMixing(momentum, nesterov, decay)
-        found, expected = by_both(mixed, *dtypes, grad_scale, how)
+        found, expected = by_both(mixed, *dtypes, grad_scale, momentum, nesterov, decay)
         # without a place the momentum is all that is written
         assert len(found) == (1 + (dtypes[2] is not None)) * len(SIZES)
         assert all(map(torch.equal, found, expected))
@@ -72,8 +71,8 @@ def test_mixing_sums_the_squares_of_rounded_directions(nesterov):
     momenta, grads, outs = tensors(F32, 1), tensors(F32, 2), tensors(BF16, 3)
     with interpreted_kernels():
         sums = list(map(empty_sums, outs))
-        how = MomentumMixing(0.95, nesterov)
-        momentum_update_(momenta, [out.view(-1) for out in outs], grads, momenta, None, how, sums)
+        lists = (momenta, [out.view(-1) for out in outs], grads, momenta)
+        momentum_update_(*lists, None, 0.95, nesterov=nesterov, sums=sums)
     assert empty_sums(outs[0]) is None
     for out, found in zip(outs, sums, strict=True):
         blocks = [block.double().square().sum() for block in out.view(-1).split(BLOCK)]
@@ -93,9 +92,8 @@ def launched(momenta, grads):
                 return lambda programs, table, count, *rest, **_: seen.append((count, rest[-1]))
 
         with mock.patch.object(kernels, "momentum_update", Kernel()):
-            momentum_update_(
-                momenta, [None] * len(grads), grads, momenta, None, MomentumMixing(0.9, False)
-            )
+            outs = [None] * len(grads)
+            momentum_update_(momenta, outs, grads, momenta, None, 0.9, nesterov=False)
         return seen, kernels
 
 
@@ -119,7 +117,7 @@ def test_gradients_that_move_upload_addresses_alone():
         with mock.patch.object(gpu, "uploaded", uploaded):
             kept = [tensors(F32, seed, ((4096,),)) for seed in range(3)]
             for grads in kept:
-                momentum_update_(momenta, [None], grads, momenta, None, MomentumMixing(0.9, False))
+                momentum_update_(momenta, [None], grads, momenta, None, 0.9, nesterov=False)
             # a size and five addresses
             assert [values.size for values in uploads] == [6, 2 * 2, 6, 6]
             assert kernels._programs.cache_info().currsize == 1

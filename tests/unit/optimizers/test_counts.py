@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron_eopt.math import choose_algorithm, orthogonalize, resolve_coefficients
 from megatron_eopt.matrices import qkv, whole
-from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
+from megatron_eopt.optimizers.exchange import ExchangeConfig, MatrixExchange
 from megatron_eopt.storage.shard import Fragment
 from tests.harness import run_ranks
 from tests.harness.collectives import counted
@@ -34,10 +34,10 @@ def run_counted(parameters, mode, precision="highest", wave_bytes=64 << 20, algo
     size, rank = dist.get_world_size(), dist.get_rank()
     built = [stored(f"w{i}", split, dim, size) for i, (split, dim) in enumerate(parameters)]
     shards = [parameter.shard(dist.group.WORLD) for parameter in built]
-    engine = MatrixEngine(
+    engine = MatrixExchange(
         shards,
         muon(precision, algorithm),
-        EngineConfig(mode=mode, matrix_buffer_mb=wave_bytes / 2**20),
+        ExchangeConfig(mode=mode, matrix_buffer_mb=wave_bytes / 2**20),
     )
     directions = [
         torch.randn(p.fragments[rank].stop, generator=torch.Generator().manual_seed(i))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math import orthogonalize
 from megatron_eopt.matrices import qkv, whole
-from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
+from megatron_eopt.optimizers.exchange import ExchangeConfig, MatrixExchange
 from megatron_eopt.storage.shard import Fragment
 from megatron_eopt.storage.slabs import partition_dim_and_group, row_group
 from tests.harness import run_ranks
@@ -43,11 +43,11 @@ def uneven_errors(batched):
     ]
     generator = torch.Generator().manual_seed(0)
     full = [torch.randn(p.split.shape, generator=generator) for p in stored]
-    wants = MatrixEngine(alone, newton_schulz, EngineConfig(batched=batched)).updates(full)
+    wants = MatrixExchange(alone, newton_schulz, ExchangeConfig(batched=batched)).updates(full)
     shards = [p.shard(dist.group.WORLD) for p in stored]
     result = {}
     for mode in EXACT:
-        engine = MatrixEngine(shards, newton_schulz, EngineConfig(mode=mode, batched=batched))
+        engine = MatrixExchange(shards, newton_schulz, ExchangeConfig(mode=mode, batched=batched))
         ranges = [slice(p.fragments[rank].start, p.fragments[rank].stop) for p in stored]
         mine = [x.flatten()[r] for x, r in zip(full, ranges, strict=True)]
         for p, got, want, r in zip(stored, engine.updates(mine), wants, ranges, strict=True):
@@ -117,8 +117,8 @@ def test_where_nothing_is_sent_waves_grow_to_a_share_of_all_matrices(grows):
         StoredParameter(str(n), whole((32, 32)), -1, 1, (Fragment(0, 0, 1024),)).shard()
         for n in range(8)
     ]
-    small = EngineConfig(matrix_buffer_mb=1024 * 4 / 2**20, grows=grows)
-    waves = MatrixEngine(shards, newton_schulz, small).work.waves
+    small = ExchangeConfig(matrix_buffer_mb=1024 * 4 / 2**20, grows=grows)
+    waves = MatrixExchange(shards, newton_schulz, small).work.waves
     assert [len(wave) for wave in waves] == ([2] * 4 if grows else [1] * 8)
-    large = EngineConfig(matrix_buffer_mb=1.0, grows=grows)
-    assert len(MatrixEngine(shards, newton_schulz, large).work.waves) == 1
+    large = ExchangeConfig(matrix_buffer_mb=1.0, grows=grows)
+    assert len(MatrixExchange(shards, newton_schulz, large).work.waves) == 1

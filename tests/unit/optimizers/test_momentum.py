@@ -12,7 +12,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math.low_precision import FORMATS
 from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
-from megatron_eopt.optimizers.engine import EngineConfig
+from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.momentum import RoundedMomentum
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.storage.shard import Fragment
@@ -44,8 +44,8 @@ def step_in_waves(dtype, cuts):
     param = torch.nn.Parameter(parameter(*FUSED.shape).detach().view(1, -1)[:, mine])
     settings = {"fp32_matmul_prec": "highest", "momentum_dtype": dtype, "matrix_buffer_mb": 1e-3}
     optimizer = TensorParallelMuon([param], 0.02, **settings)
-    update_rule = optimizer.update_rule_over([shard], EngineConfig("duplicated"))
-    assert len(update_rule.engine.work.waves) == 3
+    update_rule = optimizer.update_rule_over([shard], ExchangeConfig("duplicated"))
+    assert len(update_rule.exchange.work.waves) == 3
     groups, state = optimizer.param_groups, defaultdict(dict)
     shard.main = param
     update_rule.attach(groups)

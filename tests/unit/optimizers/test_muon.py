@@ -8,7 +8,7 @@ from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices import qkv
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
-from megatron_eopt.optimizers.engine import EngineConfig
+from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.reference.muon import muon_step
 from tests.unit.optimizers.parameters import parameter
@@ -204,12 +204,14 @@ def test_other_dtypes_step_in_their_own(dtype):
 @pytest.mark.parametrize("kind", [TensorParallelMuon, TensorParallelAdaptiveMuon])
 def test_any_storage_takes_the_optimizers_own_size_of_waves(kind):
     params = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(4)]
-    shards = list(kind(params)._shards().values())
+    shards = [shard for group in kind(params)._shards() for shard in group]
     two_matrices = 2 * 64 * 64 * 4 / 2**20
     for matrix_buffer_mb, count in [(two_matrices, 2), (2 * two_matrices, 1)]:
         muon = kind(params, matrix_buffer_mb=matrix_buffer_mb, fp32_matmul_prec="highest")
-        update_rule = muon.update_rule_over(shards, EngineConfig("exchange", matrix_buffer_mb=1024))
-        assert len(update_rule.engine.work.waves) == count
+        update_rule = muon.update_rule_over(
+            shards, ExchangeConfig("exchange", matrix_buffer_mb=1024)
+        )
+        assert len(update_rule.exchange.work.waves) == count
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def drawn(run: Run, steps: int) -> tuple[list[list[str]], set[str]]:
         found.append([check._matrices[n].name for check in checks for n in check._drawn])
         for check in checks:
             check.forget()
-    return found, {name for check in checks for name in check.rule.engine.names}
+    return found, {name for check in checks for name in check.rule.exchange.names}
 
 
 @pytest.mark.parametrize("buffer_mb", [64.0, 0.001])

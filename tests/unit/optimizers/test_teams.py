@@ -18,7 +18,7 @@ from megatron_eopt.layouts import assign_owners
 from megatron_eopt.math import orthogonalize, standard_flops
 from megatron_eopt.matrices import whole
 from megatron_eopt.optimizers import teams
-from megatron_eopt.optimizers.engine import EngineConfig, MatrixEngine
+from megatron_eopt.optimizers.exchange import ExchangeConfig, MatrixExchange
 from megatron_eopt.optimizers.teams import assign_teams
 from megatron_eopt.storage.shard import Fragment
 from megatron_eopt.tools.dry_run import Counts
@@ -117,10 +117,10 @@ def share(algorithm, matrix_buffer_mb=64.0, precision="highest"):
     stored = list(shards_of(SHAPES))
     with free_talk():
         shards = [item.shard(dist.group.WORLD) for item in stored]
-        engine = MatrixEngine(
+        engine = MatrixExchange(
             shards,
             update,
-            EngineConfig("exchange", max_ranks_per_matrix=4, matrix_buffer_mb=matrix_buffer_mb),
+            ExchangeConfig("exchange", max_ranks_per_matrix=4, matrix_buffer_mb=matrix_buffer_mb),
         )
     rank = dist.get_rank()
     directions = [

@@ -100,8 +100,8 @@ def _momenta(case: Case, state: Any = None) -> tuple[dict[str, torch.Tensor], An
 def _sums_and_means() -> tuple[float, list[tuple[torch.Tensor, torch.Tensor]]]:
     sums, state = _momenta(plain("oblique_sgd"))
     momentum = state[0]["param_groups"][0]["momentum"]
-    engine_config, _ = _momenta(plain("muon"), state)
-    return momentum, [(sums[name], engine_config[name]) for name in engine_config]
+    exchange_config, _ = _momenta(plain("muon"), state)
+    return momentum, [(sums[name], exchange_config[name]) for name in exchange_config]
 
 
 def test_sums_of_gradients_become_means():

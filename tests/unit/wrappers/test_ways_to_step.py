@@ -41,7 +41,10 @@ def streams_of(optimizer: Any) -> list[LateStream]:
     """Give an optimizer late streams where it has side streams on a GPU; return them."""
     made = []
     members = optimizer.chained_optimizers
-    owners = [owner for its in members for owner in (its.optimizer, *its.update_rules)]
+    rules = [rule for its in members for rule in its.update_rules]
+    owners = [its.optimizer for its in members] + [
+        getattr(rule, "exchange", rule) for rule in rules
+    ]
     sides = (getattr(owner, "_side", None) for owner in owners)
     for owner in filter(None, (*sides, optimizer._overlap)):
         owner._stream = LateStream()

@@ -1,7 +1,7 @@
 """Computes on whole matrices that are stored in shards: redistribute, compute, send back."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
@@ -16,8 +16,8 @@ from megatron_eopt.base.gpu import SideStream
 from megatron_eopt.base.names import DEFAULT_MATRIX_BUFFER_MB, TpModeT
 from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
 from megatron_eopt.layouts.assignment import Float64Array, first_uses
-from megatron_eopt.layouts.redistribution import LoadT, StoreT
 from megatron_eopt.math.newton_schulz import ReduceT
+from megatron_eopt.optimizers.host_memory import HostMemory
 from megatron_eopt.optimizers.modes import Schedule, Work, plan_work
 from megatron_eopt.optimizers.teams import Team
 from megatron_eopt.storage.shard import ParamShard, Ranks
@@ -25,14 +25,39 @@ from megatron_eopt.storage.shard import ParamShard, Ranks
 UpdateT = Callable[[Tensor, Sequence[int], ReduceT | None, tuple[int, int]], None]
 """Replaces directions by updates, in place.
 
-Arguments: a stack ``(batch, rows, cols)``, the index of each matrix in :attr:`MatrixEngine.names`,
-a sum over the ranks that share the matrices (None if they are whole), the shape of a whole matrix.
+Arguments: a stack ``(batch, rows, cols)``, the index of each matrix in
+:attr:`MatrixExchange.names`, a sum over the ranks that share the matrices (None if they are whole),
+the shape of a whole matrix.
 """
 
 
+@dataclass
+class ParamWithGrad:
+    """A parameter that has a gradient in this step."""
+
+    number: int  # index of its shard
+    group: dict[str, Any]
+    param: Tensor
+    state: dict[str, Any]
+
+
+type DirectionsT = Callable[
+    [Mapping[int, ParamWithGrad], Sequence[int], Mapping[int, Tensor]], Mapping[int, Tensor]
+]
+"""Returns the direction of each given parameter.
+
+Arguments: the parameters, by the number of their shards; the numbers of all shards that this wave
+is the first to need, the same on all ranks, which may communicate about these; flat memory for some
+of the directions, to which they may be written so that nobody copies them.
+"""
+
+type ApplyT = Callable[[Sequence[ParamWithGrad], Mapping[int, Tensor]], None]
+"""Takes the updates of some parameters, by the number of their shards; shaped like directions."""
+
+
 @dataclass(frozen=True)
-class EngineConfig:
-    """Settings of an engine."""
+class ExchangeConfig:
+    """Settings of a MatrixExchange."""
 
     mode: TpModeT = "auto"  # where matrices are computed
     matrix_buffer_mb: float = DEFAULT_MATRIX_BUFFER_MB  # most MiB of a wave that one owner holds
@@ -43,7 +68,7 @@ class EngineConfig:
     device: torch.device | str = "cpu"  # device of the tensors
     # most ranks that share a matrix in exchange mode; 1 to share none
     max_ranks_per_matrix: int = 1
-    windows: tuple[int, ...] = ()  # index of the engine that computes each shard; () for one
+    windows: tuple[int, ...] = ()  # index of the exchange of each shard; () for one
     grows: bool = False  # whether waves may exceed ``matrix_buffer_mb`` where nothing is sent
 
     @property
@@ -57,7 +82,7 @@ SHARE_OF_A_WAVE = 0.25
 bits, stacks and iterates then take 1.5 bytes per parameter, next to 14 of weights and state."""
 
 
-class MatrixEngine:
+class MatrixExchange:
     """Turns sharded directions into sharded updates, matrix by matrix, batched by shape.
 
     Note [Phases of a step]
@@ -68,22 +93,24 @@ class MatrixEngine:
         no phase 3. "distributed" and "blockwise" have neither 1 nor 3 if the storage is already
         sharded the way they compute.
 
-    All ranks of a group store all shards and list them in the same order. An engine that runs after
-    another one, ``before``, balances the work of both and shares its buffers. ``update`` is that of
-    a rule, such as ``MuonRule._update``.
+    All ranks of a group store all shards and list them in the same order. ``numbers`` are the
+    indices of the shards in a longer list, by which parameters, directions and updates are known.
+    One that runs after another, ``before``, balances the work of both and shares its buffers.
+    ``update`` is that of a rule, such as ``MuonRule._update``.
 
     Attributes:
         names: Name of every logical matrix.
-        first: Index of each shard's first matrix, then the number of matrices.
+        first: Index of each shard's first matrix, by the number of the shard.
         work: Where each matrix is computed.
         redistribution: Sends matrices to the ranks that compute them, and back.
         transposed: For each matrix, whether its rows are inputs; a stack has one kind only.
-        busy: FLOPs of each rank, including engines before this one; float64 ``(ranks,)``.
+        busy: FLOPs of each rank, including exchanges before this one; float64 ``(ranks,)``.
         arrivals: For each wave, the shards that it is the first to need; the same on all ranks.
         blockwise: Whether each rank's piece counts as a matrix of its own.
         dtype: Dtype of stacks and of what is sent.
         wave_elements: Most elements of a wave that one owner holds.
         skipped: Matrices that the next runs leave as they are; the same on all ranks.
+        insert_checked: Writes what was computed before the step over updates; see `step_checks.py`.
 
     Raises:
         ConfigurationError: If shards do not add up to their matrices, or ranks disagree on them.
@@ -93,38 +120,43 @@ class MatrixEngine:
         self,
         shards: Sequence[ParamShard],
         update: UpdateT,
-        engine_config: EngineConfig | None = None,
+        config: ExchangeConfig | None = None,
         *,
-        before: "MatrixEngine | None" = None,
+        numbers: Sequence[int] | None = None,
+        before: "MatrixExchange | None" = None,
     ) -> None:
-        engine_config = engine_config or EngineConfig()
+        config = config or ExchangeConfig()
         self.ranks: Ranks = shards[0].ranks
-        self.device = torch.device(engine_config.device)
-        self.blockwise = engine_config.mode == "blockwise" and self.ranks.size > 1
+        self.device = torch.device(config.device)
+        self.blockwise = config.mode == "blockwise" and self.ranks.size > 1
         self.skipped: Collection[int] = frozenset()
+        self.insert_checked: Callable[[Mapping[int, Tensor]], None] | None = None
         self._update = update
-        self._batched = engine_config.batched
-        self.dtype = engine_config.dtype
-        self.wave_elements = engine_config.wave_bytes // engine_config.dtype.itemsize
-        self._shards = list(shards)
+        self._batched = config.batched
+        self.dtype = config.dtype
+        self.wave_elements = config.wave_bytes // config.dtype.itemsize
+        numbers = range(len(shards)) if numbers is None else numbers
+        self._shards = dict(zip(numbers, shards, strict=True))
+        self._number_of = {shard.name: number for number, shard in self._shards.items()}
         layouts = [layout for shard in shards for layout in shard.layouts]
         self.names = tuple(name for shard in shards for name in shard.matrix_names)
-        self.first = [0, *accumulate(len(shard.layouts) for shard in shards)]
-        wave_bytes = engine_config.wave_bytes
-        if engine_config.grows and self.ranks.size == 1:
+        counts = accumulate((len(shard.layouts) for shard in shards), initial=0)
+        self.first = dict(zip(self._shards, counts, strict=False))
+        wave_bytes = config.wave_bytes
+        if config.grows and self.ranks.size == 1:
             # where nothing is sent, larger waves cost memory only, and batches need fewer kernels
             elements = sum(math.prod(layout.shape) for layout in layouts)
-            share = int(SHARE_OF_A_WAVE * elements * engine_config.dtype.itemsize)
+            share = int(SHARE_OF_A_WAVE * elements * config.dtype.itemsize)
             wave_bytes = max(wave_bytes, share)
         self.work: Work = plan_work(
             layouts,
-            # else every engine would give its most expensive matrix to rank 0
+            # else every exchange would give its most expensive matrix to rank 0
             self.ranks.size if before is None else before.busy,
-            engine_config.mode,
+            config.mode,
             wave_bytes,
-            whole_only=engine_config.whole_only,
-            max_ranks_per_matrix=engine_config.max_ranks_per_matrix,
-            element_size=engine_config.dtype.itemsize,
+            whole_only=config.whole_only,
+            max_ranks_per_matrix=config.max_ranks_per_matrix,
+            element_size=config.dtype.itemsize,
         )
         # the empty team stands for the whole group, which shares the matrices of "distributed"
         sums = _sums_of({item.team for item in self.work.matrices}, self.ranks)
@@ -133,8 +165,8 @@ class MatrixEngine:
         ]
         self._shapes = [item.compute.shape for item in self.work.matrices]
         self.transposed = [s.split.transposed for s in shards for _ in s.layouts]
-        shard_of = [n for n, shard in enumerate(shards) for _ in shard.layouts]
-        stored_in = [shards[n].name for n in shard_of]
+        shard_of = [n for n, shard in self._shards.items() for _ in shard.layouts]
+        stored_in = [self._shards[n].name for n in shard_of]
         self.redistribution = Redistribution(
             [
                 Matrix(name, layout, work.compute, tensor, kind=(work.kind, transposed))
@@ -149,14 +181,16 @@ class MatrixEngine:
             ],
             self.work.waves,
             self.ranks.group,
-            dtype=engine_config.dtype,
-            device=engine_config.device,
-            name=f"Muon {engine_config.mode}",
+            dtype=config.dtype,
+            device=config.device,
+            name=f"Muon {config.mode}",
         )
         self.busy: Float64Array = np.array(self.schedule.loads)
+        # for the directions of the next wave
+        self._side: SideStream = SideStream() if before is None else before._side
         if before is not None:
             self.busy += before.busy
-            # engines run one after the other, so the largest needs of all are enough
+            # they run one after the other, so the largest needs of all are enough
             self.redistribution.buffers = before.redistribution.buffers
         self.arrivals: list[list[int]] = first_uses(
             sorted({shard_of[matrix] for matrix in wave}) for wave in self.work.waves
@@ -170,7 +204,7 @@ class MatrixEngine:
     @property
     def schedule(self) -> Schedule:
         """Which rank computes which matrices, and what is sent."""
-        storage = [layout for shard in self._shards for layout in shard.layouts]
+        storage = [layout for shard in self._shards.values() for layout in shard.layouts]
         return Schedule(self.ranks, self.names, storage, self.work, self.redistribution.plan)
 
     def out_in(self, matrix: int, shape: tuple[int, int]) -> tuple[int, int]:
@@ -178,23 +212,80 @@ class MatrixEngine:
         return (shape[1], shape[0]) if self.transposed[matrix] else shape
 
     @torch.no_grad()
-    def run(self, load: LoadT, store: StoreT, side: SideStream | None = None) -> None:
-        """Compute all matrices wave by wave; collective over the group.
+    def run(
+        self,
+        items: Mapping[int, ParamWithGrad],
+        directions: DirectionsT,
+        apply: ApplyT,
+        host: HostMemory | None = None,
+        *,
+        keep: bool = False,
+    ) -> None:
+        """Get directions and hand out their updates, wave by wave; collective over the group.
 
-        ``load`` returns contiguous directions by shard name. ``store`` takes their updates, in the
-        same shapes and dtypes. ``side`` is as in :meth:`Redistribution.run`.
+        Args:
+            items: The parameters to update, by the number of their shards.
+            directions: See :data:`DirectionsT`; called for each wave, also without parameters.
+            apply: See :data:`ApplyT`; called with each parameter's whole update.
+            host: Keeps weights and state in host memory, except while ``directions`` and ``apply``
+                get them.
+            keep: Whether updates are new tensors, which later waves do not overwrite.
         """
-        self.redistribution.run(load, self.compute, store, side)
+
+        def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
+            numbers = [self._number_of[name] for name in names]
+            members = {n: items[n] for n in numbers if n in items}
+            places = (
+                {}
+                if keep
+                else {n: self.redistribution.place(self._shards[n].name) for n in members}
+            )
+            outs = {n: place for n, place in places.items() if place is not None}
+            found = directions(members, self.arrivals[wave], outs)
+            return {self._shards[n].name: self.input_of(n, found) for n in numbers}
+
+        def store(results: Mapping[str, Tensor]) -> None:
+            updates = {self._number_of[name]: update for name, update in results.items()}
+            # others took part with zeros, because the plan is fixed; they must not change
+            updates = {n: update for n, update in updates.items() if n in items}
+            if self.insert_checked is not None:
+                self.insert_checked(updates)
+            apply([items[n] for n in updates], updates)
+
+        if host is None:
+            self.redistribution.run(load, self.compute, store, self._side)
+            return
+
+        def params_of(names: Iterable[str]) -> list[Tensor]:
+            numbers = (self._number_of[name] for name in names)
+            return [items[n].param for n in numbers if n in items]
+
+        state = {item.param: item.state for item in items.values()}
+        with host.moving(load, store, params_of, self.redistribution.arriving, state) as moving:
+            load_moved, store_moved = moving
+            # off-loaded tensors have streams of their own
+            self.redistribution.run(load_moved, self.compute, store_moved)
+
+    def input_of(self, number: int, directions: Mapping[int, Tensor]) -> Tensor:
+        """Return what is sent of a shard: its direction, or zeros if it has no gradient."""
+        if number in directions:
+            return directions[number].contiguous()
+        # of any dtype, because packing converts
+        shape = self._shards[number].shape
+        return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
     def updates(self, directions: Sequence[Tensor]) -> list[Tensor]:
         """Return every shard's update, float32 in the shape of its direction; collective.
 
         Directions may have any shape, with as many elements as this rank's shard.
         """
-        names = [shard.name for shard in self._shards]
+        names = list(self._number_of)
         inputs = {n: d.float().contiguous() for n, d in zip(names, directions, strict=True)}
         results: dict[str, Tensor] = {}
-        self.run(lambda _, wanted: {name: inputs[name] for name in wanted}, results.update)
+        with torch.no_grad():
+            self.redistribution.run(
+                lambda _, wanted: {n: inputs[n] for n in wanted}, self.compute, results.update
+            )
         return [
             # a rank that stores nothing of a shard gets no result for it
             results[name] if name in results else torch.zeros_like(d, dtype=torch.float32)
