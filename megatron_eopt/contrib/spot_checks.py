@@ -242,7 +242,7 @@ class SpotCheck:
         costs = [standard_flops(*layout.shape) for layout, *_ in places]
         for at in sorted(range(len(places)), key=lambda at: (-costs[at], at)):
             _, exchange, index = places[at]
-            computing = self.rule.exchanges[exchange].work.matrices[index].compute.boxes.rank
+            computing = self.rule.exchanges[exchange].placements[index].compute.boxes.rank
             firsts[at] = min(
                 np.unique(computing).tolist(),
                 key=lambda rank: (busy[rank] + busy[(rank + 1) % size], rank),

@@ -252,7 +252,7 @@ class NorMuonRule(MatrixMomentRule):
         super().__init__(*args)
         # for each matrix, the indices of this rank's rows or columns in the flat statistics
         self._places = self._lasting
-        start, works = 0, iter(self.exchange.work.matrices)
+        start, works = 0, iter(self.exchange.placements)
         for shape, work in zip((s for some in self._statistics for s in some), works, strict=True):
             if self.exchange.blockwise:
                 held = np.arange(math.prod(shape))

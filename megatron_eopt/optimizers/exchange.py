@@ -18,8 +18,8 @@ from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
 from megatron_eopt.layouts.assignment import Float64Array, first_uses
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.optimizers.host_memory import HostMemory
-from megatron_eopt.optimizers.modes import Schedule, Work, plan_work
-from megatron_eopt.optimizers.teams import Team
+from megatron_eopt.optimizers.modes import ComputePlacement, Schedule, place_matrices
+from megatron_eopt.optimizers.teams import MatrixGroup
 from megatron_eopt.storage.shard import ParamShard, Ranks
 
 UpdateT = Callable[[Tensor, Sequence[int], ReduceT | None, tuple[int, int]], None]
@@ -101,7 +101,8 @@ class MatrixExchange:
     Attributes:
         names: Name of every logical matrix.
         first: Index of each shard's first matrix, by the number of the shard.
-        work: Where each matrix is computed.
+        placements: Where each matrix is computed.
+        waves: The indices of matrices that are sent together, wave by wave.
         redistribution: Sends matrices to the ranks that compute them, and back.
         transposed: For each matrix, whether its rows are inputs; a stack has one kind only.
         busy: FLOPs of each rank, including exchanges before this one; float64 ``(ranks,)``.
@@ -148,7 +149,7 @@ class MatrixExchange:
             elements = sum(math.prod(layout.shape) for layout in layouts)
             share = int(SHARE_OF_A_WAVE * elements * config.dtype.itemsize)
             wave_bytes = max(wave_bytes, share)
-        self.work: Work = plan_work(
+        self.placements, self.waves = place_matrices(
             layouts,
             # else every exchange would give its most expensive matrix to rank 0
             self.ranks.size if before is None else before.busy,
@@ -158,28 +159,24 @@ class MatrixExchange:
             max_ranks_per_matrix=config.max_ranks_per_matrix,
             element_size=config.dtype.itemsize,
         )
-        # the empty team stands for the whole group, which shares the matrices of "distributed"
-        sums = _sums_of({item.team for item in self.work.matrices}, self.ranks)
-        self._reduce_of: list[ReduceT | None] = [
-            sums.get(item.team) if item.team or item.shared else None for item in self.work.matrices
-        ]
-        self._shapes = [item.compute.shape for item in self.work.matrices]
+        self._reduce_of = _sums_over(self.placements, self.ranks)
+        self._shapes = [item.compute.shape for item in self.placements]
         self.transposed = [s.split.transposed for s in shards for _ in s.layouts]
         shard_of = [n for n, shard in self._shards.items() for _ in shard.layouts]
         stored_in = [self._shards[n].name for n in shard_of]
         self.redistribution = Redistribution(
             [
-                Matrix(name, layout, work.compute, tensor, kind=(work.kind, transposed))
-                for name, layout, work, tensor, transposed in zip(
+                Matrix(name, layout, placed.compute, tensor, kind=(placed.kind, transposed))
+                for name, layout, placed, tensor, transposed in zip(
                     self.names,
                     layouts,
-                    self.work.matrices,
+                    self.placements,
                     stored_in,
                     self.transposed,
                     strict=True,
                 )
             ],
-            self.work.waves,
+            self.waves,
             self.ranks.group,
             dtype=config.dtype,
             device=config.device,
@@ -193,7 +190,7 @@ class MatrixExchange:
             # they run one after the other, so the largest needs of all are enough
             self.redistribution.buffers = before.redistribution.buffers
         self.arrivals: list[list[int]] = first_uses(
-            sorted({shard_of[matrix] for matrix in wave}) for wave in self.work.waves
+            sorted({shard_of[matrix] for matrix in wave}) for wave in self.waves
         )
 
     @property
@@ -205,7 +202,7 @@ class MatrixExchange:
     def schedule(self) -> Schedule:
         """Which rank computes which matrices, and what is sent."""
         storage = [layout for shard in self._shards.values() for layout in shard.layouts]
-        return Schedule(self.ranks, self.names, storage, self.work, self.redistribution.plan)
+        return Schedule(self.ranks, self.names, storage, self.placements, self.redistribution.plan)
 
     def out_in(self, matrix: int, shape: tuple[int, int]) -> tuple[int, int]:
         """Return outputs and inputs of a matrix of this ``shape``, which determine its scale."""
@@ -235,12 +232,10 @@ class MatrixExchange:
         def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
             numbers = [self._number_of[name] for name in names]
             members = {n: items[n] for n in numbers if n in items}
-            places = (
-                {}
-                if keep
-                else {n: self.redistribution.place(self._shards[n].name) for n in members}
-            )
-            outs = {n: place for n, place in places.items() if place is not None}
+            outs: dict[int, Tensor] = {}
+            for n in () if keep else members:
+                if (place := self.redistribution.place(self._shards[n].name)) is not None:
+                    outs[n] = place
             found = directions(members, self.arrivals[wave], outs)
             return {self._shards[n].name: self.input_of(n, found) for n in numbers}
 
@@ -367,14 +362,16 @@ class _Team(_Sum):
         return by_rank.movedim(0, -3).reshape(*block.shape[:-2], -1, block.shape[-1])
 
 
-def _sums_of(teams: Collection[Team], ranks: Ranks) -> dict[Team, _Sum]:
-    """Return sums over each team of this rank and, under ``()``, over the whole group."""
+def _sums_over(placements: Sequence[ComputePlacement], ranks: Ranks) -> list[ReduceT | None]:
+    """Return what sums over the ranks that share each matrix; None if no other rank does."""
     if ranks.group is None:
-        return {}
+        return [None] * len(placements)
     members = dist.get_process_group_ranks(ranks.group)
-    mine = [team for team in teams if ranks.rank in team]
+    teams = {p.group for p in placements if p.mode == "exchange" and ranks.rank in p.group}
     # a rank has at most one team of each size, so members create each group at the same time
-    groups: dict[Team, Any] = {
-        team: group_of_members([members[rank] for rank in team]) for team in sorted(mine, key=len)
+    sums: dict[MatrixGroup, ReduceT] = {
+        team: _Team(group_of_members([members[rank] for rank in team]))
+        for team in sorted(teams, key=len)
     }
-    return {(): _Sum(ranks.group), **{team: _Team(group) for team, group in groups.items()}}
+    everyone = _Sum(ranks.group)
+    return [everyone if p.mode == "distributed" else sums.get(p.group) for p in placements]

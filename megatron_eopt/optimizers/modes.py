@@ -7,7 +7,7 @@ blockwise      each rank's piece as its own matrix         none; the update is a
 duplicated     whole on every rank                         one all-to-all in
 exchange       whole on one owner rank, or in slabs on a   one all-to-all in, one out; teams sum
                team of ranks if that is faster             and gather small matrices
-distributed    the long side sharded over all ranks        Gram all-reduces; two all-to-alls if
+distributed    in slabs on a team of all ranks             Gram all-reduces; two all-to-alls if
                                                            the storage is sharded differently
 auto           distributed for the most expensive          as these modes
                matrices and exchange for the rest, or
@@ -28,7 +28,7 @@ from megatron_eopt.layouts import ExchangePlan, Layout, assign_owners, plan_wave
 from megatron_eopt.layouts.assignment import Float64Array
 from megatron_eopt.layouts.plan import WavePlan
 from megatron_eopt.math import standard_flops
-from megatron_eopt.optimizers.teams import COLLECTIVE, Team, assign_teams
+from megatron_eopt.optimizers.teams import COLLECTIVE, MatrixGroup, assign_teams
 from megatron_eopt.storage.shard import Ranks
 
 type _Mode = Literal["blockwise", "duplicated", "exchange", "distributed"]
@@ -45,25 +45,25 @@ _STEPS = 5
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixWork:
+class ComputePlacement:
     """Where one matrix is computed."""
 
     mode: _Mode
     compute: Layout
-    team: Team = ()  # the ranks that share it, if several do; see :mod:`optimizers.teams`
+    group: MatrixGroup = ()  # the ranks that share it in slabs, if several do
 
     @property
     def kind(self) -> Hashable:
-        """What slabs of a team must share to be computed in one stack."""
-        return (self.team, self.compute.shape) if self.team else None
+        """What slabs must share to be computed in one stack."""
+        return (self.group, self.compute.shape) if self.group else None
 
     def load_of(self, rank: int, world_size: int) -> float:
         """Estimate the FLOPs of one of the ranks that compute it."""
-        if self.shared:
+        if self.mode == "distributed":
             short, long = sorted(map(float, self.compute.shape))
             return _cost_of_slab(short, long, world_size)
-        if self.team:
-            return standard_flops(*self.compute.shape) / len(self.team)
+        if self.group:
+            return standard_flops(*self.compute.shape) / len(self.group)
         shape = self.compute.local_shape(rank)
         return standard_flops(*shape) if shape else 0.0
 
@@ -71,19 +71,6 @@ class MatrixWork:
     def share(self) -> float:
         """One over the number of ranks that compute it or a piece of it."""
         return 1 / max(1, len(np.unique(self.compute.boxes.rank)))
-
-    @property
-    def shared(self) -> bool:
-        """Whether all ranks of the group compute it together, in slabs."""
-        return self.mode == "distributed"
-
-
-@dataclass(frozen=True, eq=False)
-class Work:
-    """The work of one exchange."""
-
-    matrices: tuple[MatrixWork, ...]
-    waves: tuple[tuple[int, ...], ...]  # indices of matrices that are sent together
 
 
 @dataclass(frozen=True)
@@ -93,7 +80,7 @@ class Schedule:
     ranks: Ranks  # the group
     names: Sequence[str]  # name of every matrix
     storage: Sequence[Layout]  # where each is stored
-    work: Work  # where each is computed
+    placements: Sequence[ComputePlacement]  # where each is computed
     plan: ExchangePlan  # what this rank sends and receives in a step
     tensors: int = 1  # consecutive indices of the plan per matrix (2 for gradient and weight)
 
@@ -106,9 +93,9 @@ class Schedule:
     def loads(self) -> list[float]:
         """Estimated FLOPs of each rank of the group."""
         loads = np.zeros(self.ranks.size)
-        for work in self.work.matrices:
-            for rank in np.unique(work.compute.boxes.rank):
-                loads[rank] += work.load_of(rank, self.ranks.size)
+        for placement in self.placements:
+            for rank in np.unique(placement.compute.boxes.rank):
+                loads[rank] += placement.load_of(rank, self.ranks.size)
         return loads.tolist()  # type: ignore[no-any-return]
 
     def arrivals(self, places: Sequence[int]) -> list[float]:
@@ -119,14 +106,14 @@ class Schedule:
                 each place in the same proportion as the whole matrix.
         """
         coming = np.zeros(self.ranks.size)
-        for stored, work in zip(self.storage, self.work.matrices, strict=True):
+        for stored, placement in zip(self.storage, self.placements, strict=True):
             at_rank = stored.boxes.held(self.ranks.size)
             at_place = np.bincount(places, weights=at_rank)[list(places)]
-            coming += work.compute.boxes.held(self.ranks.size) * (1 - at_place / at_rank.sum())
+            coming += placement.compute.boxes.held(self.ranks.size) * (1 - at_place / at_rank.sum())
         return coming.tolist()  # type: ignore[no-any-return]
 
 
-def plan_work(
+def place_matrices(
     storage: Sequence[Layout],
     ranks: int | Float64Array,
     mode: TpModeT,
@@ -135,8 +122,11 @@ def plan_work(
     whole_only: bool = False,
     max_ranks_per_matrix: int = 1,
     element_size: int = _FLOAT32,
-) -> Work:
-    """Decide where each matrix is computed; a pure function, the same on every rank.
+) -> tuple[tuple[ComputePlacement, ...], tuple[tuple[int, ...], ...]]:
+    """Decide where each matrix is computed, and which ones are sent together.
+
+    A pure function, the same on every rank. It returns a placement for each matrix, and the indices
+    of each wave's matrices.
 
     ``ranks`` is their number, or the FLOPs that each has to do anyway. An owner has at most
     ``wave_bytes`` of matrices in a wave. With ``whole_only``, slabs cannot be computed, so no
@@ -163,25 +153,26 @@ def plan_work(
             share=homes[:, 1].astype(np.float64),
             busy=busy,
         )
-    matrices = []
+    placements, computing = [], []
     for i, m in enumerate(modes):
+        group: MatrixGroup = teams.get(i, ())
         match m:
             case "blockwise":
                 compute = storage[i].compact()
             case "duplicated":
                 compute = Layout.replicated(storage[i].shape, range(world_size))
-            case "exchange" if i in teams:
+            case "exchange" if group:
                 # short sides stay whole, so that Gram matrices are sums over slabs
-                compute = Layout.slabs(storage[i].shape, _long_side(storage[i]), teams[i])
+                compute = Layout.slabs(storage[i].shape, _long_side(storage[i]), group)
             case "exchange":
                 compute = Layout.whole(storage[i].shape, int(owners[i]))
             case "distributed":
-                compute = _slabs(storage[i], world_size)
-        team = teams.get(i, ())
-        matrices.append(MatrixWork(m, compute, team if len(team) > 1 else ()))
-    computing = [teams.get(i, (owner,)) for i, owner in enumerate(owners.tolist())]
-    return Work(
-        tuple(matrices), _waves(matrices, computing, costs, wave_bytes // element_size, world_size)
+                # a team of all ranks, each of which computes every small product
+                group, compute = range(world_size), _slabs(storage[i], world_size)
+        placements.append(ComputePlacement(m, compute, group if len(group) > 1 else ()))
+        computing.append(group or (int(owners[i]),))
+    return tuple(placements), _waves(
+        placements, computing, costs, wave_bytes // element_size, world_size
     )
 
 
@@ -276,8 +267,8 @@ def _long_side(storage: Layout) -> Literal[0, 1]:
 
 
 def _waves(
-    matrices: Sequence[MatrixWork],
-    owners: Sequence[Team],
+    placements: Sequence[ComputePlacement],
+    computing: Sequence[MatrixGroup],
     costs: Float64Array,
     most: int,
     world_size: int,
@@ -287,24 +278,20 @@ def _waves(
     Slabs in a wave are cut the same way, so that all ranks stack them the same way.
     """
     kinds: dict[tuple[object, ...], list[int]] = {}
-    for i, work in enumerate(matrices):
-        key: tuple[object, ...] = (work.mode,)
-        if work.shared:
-            key = (work.mode, work.compute.shape, *work.compute.boxes.held(world_size).tolist())
+    for i, placement in enumerate(placements):
+        key: tuple[object, ...] = (placement.mode,)
+        if placement.mode == "distributed":
+            held = placement.compute.boxes.held(world_size).tolist()
+            key = (placement.mode, placement.compute.shape, *held)
         kinds.setdefault(key, []).append(i)
     waves: list[tuple[int, ...]] = []
     for key, members in kinds.items():
         # of a wave's bytes, each computing rank has only its slab
-        cut = world_size if key[0] in ("distributed", "blockwise") else 1
-        shares = [cut * len(owners[i]) for i in members]
-        sizes = [
-            math.prod(matrices[i].compute.shape) // share
-            for i, share in zip(members, shares, strict=True)
-        ]
+        cut = world_size if key[0] == "blockwise" else 1
         planned = plan_waves(
-            [owners[i] for i in members],
-            [costs[i] / len(owners[i]) for i in members],
-            sizes,
+            [computing[i] for i in members],
+            [costs[i] / len(computing[i]) for i in members],
+            [math.prod(placements[i].compute.shape) // (cut * len(computing[i])) for i in members],
             max_bytes=most,
         )
         waves += [tuple(members[j] for j in wave) for wave in planned]

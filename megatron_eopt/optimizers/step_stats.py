@@ -61,7 +61,7 @@ class StepStats:
         """
         sample = sample_of(len(exchange.names))
         # alike in a stack, whose matrices have the same kind of work
-        share = exchange.work.matrices[matrices[0]].share
+        share = exchange.placements[matrices[0]].share
         for matrix, number in zip(stack, matrices, strict=True):
             if scale and number in sample:
                 factor = matrix.to(torch.float32) / scale

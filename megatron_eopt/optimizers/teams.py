@@ -35,7 +35,8 @@ MOVED = 10
 _WORTHWHILE = 0.9
 """Teams must cut the busiest rank's time below this fraction, because they need process groups."""
 
-type Team = tuple[int, ...]
+type MatrixGroup = tuple[int, ...] | range
+"""The ranks that share a matrix: each computes a slab of it."""
 
 
 def assign_teams(
@@ -44,7 +45,7 @@ def assign_teams(
     largest: int,
     element_size: int,
     homes: Int64Array,
-) -> list[Team] | None:
+) -> list[MatrixGroup] | None:
     """Return the ranks that compute each matrix, if teams are faster than single owners.
 
     For a target time of the busiest rank, every matrix gets the smallest team that meets it, and
@@ -100,10 +101,10 @@ def _assign(
     world_size: int,
     homes: Int64Array,
     computer: int,
-) -> tuple[float, list[Team]]:
+) -> tuple[float, list[MatrixGroup]]:
     """Return the busiest rank's time, and the team of each matrix."""
     loads = np.zeros(world_size)
-    teams: list[Team] = [()] * len(costs)
+    teams: list[MatrixGroup] = [()] * len(costs)
     own = costs[np.arange(len(costs)), chosen]
     for i in np.argsort(-own, kind="stable").tolist():
         size = sizes[chosen[i]]

@@ -21,7 +21,7 @@ from megatron_eopt.base.nested_state import by_rows, leaves
 from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
 from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings
-from megatron_eopt.optimizers.modes import Schedule, plan_work
+from megatron_eopt.optimizers.modes import Schedule, place_matrices
 from megatron_eopt.optimizers.update_rule import (
     OF_GROUPS,
     ParamGroup,
@@ -98,7 +98,7 @@ class WholeMatrixRule(UpdateRule):
         """Which rank updates which matrices, and what is sent."""
         storage = [layout for shard in self.shards for layout in shard.layouts]
         plan = self.redistribution.plan
-        return [Schedule(self._ranks, self._names, storage, self._work, plan, tensors=2)]
+        return [Schedule(self._ranks, self._names, storage, self._placements, plan, tensors=2)]
 
     def attach(self, groups: Sequence[ParamGroup]) -> None:
         """Take up which shards the parameters of each group are."""
@@ -222,18 +222,19 @@ class WholeMatrixRule(UpdateRule):
         """Plan how gradient ``2 i`` and weight ``2 i + 1`` of each matrix ``i`` are sent."""
         layouts = [layout for shard in self.shards for layout in shard.layouts]
         # a wave holds gradient and weight of each matrix
-        work = plan_work(layouts, self._ranks.size, "exchange", exchange_config.wave_bytes // 2)
-        self._work = work
+        self._placements, waves = place_matrices(
+            layouts, self._ranks.size, "exchange", exchange_config.wave_bytes // 2
+        )
         stored_in = [shard.name for shard in self.shards for _ in shard.layouts]
-        pairs = zip(self._names, layouts, work.matrices, stored_in, strict=True)
+        pairs = zip(self._names, layouts, self._placements, stored_in, strict=True)
         matrices = [
             Matrix(kind + name, layout, item.compute, kind + tensor, returns=kind == _WEIGHT)
             for name, layout, item, tensor in pairs
             for kind in (_GRAD, _WEIGHT)
         ]
-        waves = [[index for i in wave for index in (2 * i, 2 * i + 1)] for wave in work.waves]
+        pairs_of_waves = [[index for i in wave for index in (2 * i, 2 * i + 1)] for wave in waves]
         return Redistribution(
-            matrices, waves, self._ranks.group, device=self._device, name=self.name
+            matrices, pairs_of_waves, self._ranks.group, device=self._device, name=self.name
         )
 
     def _run(self, groups: Sequence[ParamGroup], act: Any, *, with_grads: bool) -> None:

@@ -38,7 +38,7 @@ from megatron_eopt.layouts import Layout, dtensor_layout
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.element_wise import ElementWiseRule
 from megatron_eopt.optimizers.exchange import ExchangeConfig
-from megatron_eopt.optimizers.modes import plan_work
+from megatron_eopt.optimizers.modes import place_matrices
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule
 from megatron_eopt.routing.model import Routing
@@ -367,8 +367,8 @@ def _matrix_update_rule(
     size = 1 if group is None else group.size()
 
     def computed_by(layouts: Sequence[Layout]) -> list[int]:
-        work = plan_work(layouts, size, mode, exchange_config.wave_bytes)
-        return [int(matrix.compute.boxes.rank[0]) for matrix in work.matrices]
+        placements, _ = place_matrices(layouts, size, mode, exchange_config.wave_bytes)
+        return [int(placement.compute.boxes.rank[0]) for placement in placements]
 
     named = {routing.names[param]: param for param in params}
     splits = [routing.matrices[param] or whole(whole_shape(param)) for param in params]

@@ -112,8 +112,7 @@ def _by_wave(schedule: Schedule) -> list[float]:
     ranks = schedule.ranks
     return [
         math.fsum(
-            schedule.work.matrices[i].load_of(ranks.rank, ranks.size)
-            for i in schedule.computed(wave)
+            schedule.placements[i].load_of(ranks.rank, ranks.size) for i in schedule.computed(wave)
         )
         for wave in schedule.plan.waves
     ]

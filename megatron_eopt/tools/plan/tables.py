@@ -239,7 +239,7 @@ def _owned(plan: Plan) -> dict[str, str]:
     owned: dict[str, str] = {}
     for name, schedule in plan.report.schedules:
         numbers = [n for wave in schedule.plan.waves for n in schedule.computed(wave)]
-        shared = sum(bool(schedule.work.matrices[number].team) for number in numbers)
+        shared = sum(bool(schedule.placements[number].group) for number in numbers)
         total = f"{len(numbers)} of {len(schedule.names)} matrices, {shared} in teams"
         ranks = schedule.ranks.size
         owned[f"{name}, {ranks} rank{'s' if ranks > 1 else ''}"] = total

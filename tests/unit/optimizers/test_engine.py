@@ -118,7 +118,7 @@ def test_where_nothing_is_sent_waves_grow_to_a_share_of_all_matrices(grows):
         for n in range(8)
     ]
     small = ExchangeConfig(matrix_buffer_mb=1024 * 4 / 2**20, grows=grows)
-    waves = MatrixExchange(shards, newton_schulz, small).work.waves
+    waves = MatrixExchange(shards, newton_schulz, small).waves
     assert [len(wave) for wave in waves] == ([2] * 4 if grows else [1] * 8)
     large = ExchangeConfig(matrix_buffer_mb=1.0, grows=grows)
-    assert len(MatrixExchange(shards, newton_schulz, large).work.waves) == 1
+    assert len(MatrixExchange(shards, newton_schulz, large).waves) == 1

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.layouts import Layout
 from megatron_eopt.math import standard_flops
-from megatron_eopt.optimizers.modes import home, plan_work
+from megatron_eopt.optimizers.modes import home, place_matrices
 
 WAVE = 64 << 20
 
@@ -20,14 +20,14 @@ def columns(shape, ranks):
 
 
 def modes(storage, ranks, mode="auto"):
-    return [work.mode for work in plan_work(storage, ranks, mode, WAVE).matrices]
+    return [work.mode for work in place_matrices(storage, ranks, mode, WAVE)[0]]
 
 
 def test_auto_gives_many_large_matrices_to_owners():
     storage = [rows((4096, 4096), 4) for _ in range(64)]
-    work = plan_work(storage, 4, "auto", WAVE)
-    assert {matrix.mode for matrix in work.matrices} == {"exchange"}
-    owners = [home(matrix.compute)[0] for matrix in work.matrices]
+    placements, _ = place_matrices(storage, 4, "auto", WAVE)
+    assert {matrix.mode for matrix in placements} == {"exchange"}
+    owners = [home(matrix.compute)[0] for matrix in placements]
     assert np.bincount(owners).tolist() == [16] * 4
 
 
@@ -51,7 +51,7 @@ def test_auto_gathers_matrices_that_cost_less_than_a_second_collective():
 def busiest(storage, ranks, mode):
     """Return what the busiest rank has to do in a mode, and how many collectives at most."""
     loads, calls = np.zeros(ranks), set()
-    for layout, work in zip(storage, plan_work(storage, ranks, mode, WAVE).matrices, strict=True):
+    for layout, work in zip(storage, place_matrices(storage, ranks, mode, WAVE)[0], strict=True):
         short, long = sorted(layout.shape)
         match work.mode:
             case "distributed":
@@ -73,11 +73,11 @@ def busiest(storage, ranks, mode):
 )
 def test_auto_is_never_blockwise_and_never_dearer_than_one_mode_for_all(sizes, ranks):
     storage = [rows((512 * a, 512 * b), ranks) for a, b in sizes]
-    first = plan_work(storage, ranks, "auto", WAVE)
-    again = plan_work(storage, ranks, "auto", WAVE)
-    chosen = [work.mode for work in first.matrices]
-    assert [work.mode for work in again.matrices] == chosen
-    assert first.waves == again.waves
+    first = place_matrices(storage, ranks, "auto", WAVE)
+    again = place_matrices(storage, ranks, "auto", WAVE)
+    chosen = [work.mode for work in first[0]]
+    assert [work.mode for work in again[0]] == chosen
+    assert first[1] == again[1]
     assert "blockwise" not in chosen
     cost = busiest(storage, ranks, "auto")
     for other in ("duplicated", "exchange", "distributed"):
@@ -86,15 +86,15 @@ def test_auto_is_never_blockwise_and_never_dearer_than_one_mode_for_all(sizes, r
 
 def test_a_slightly_uneven_cut_stays_and_a_very_uneven_one_is_evened_out():
     slightly, very = (Layout.slabs((96, 32), 0, range(2), s) for s in ([50, 46], [80, 16]))
-    work = plan_work([slightly, very, slightly], 2, "distributed", WAVE)
-    held = [matrix.compute.boxes.held(2).tolist() for matrix in work.matrices]
+    placements, waves = place_matrices([slightly, very, slightly], 2, "distributed", WAVE)
+    held = [matrix.compute.boxes.held(2).tolist() for matrix in placements]
     assert held == [[1600, 1472], [1536, 1536], [1600, 1472]]
     # a wave's matrices have one local shape on every rank, so all ranks stack them alike
-    assert sorted(work.waves) == [(0, 2), (1,)]
+    assert sorted(waves) == [(0, 2), (1,)]
 
 
 def test_short_side_cuts_are_recut_to_the_long_side():
-    (matrix,) = plan_work([rows((32, 96), 4)], 4, "distributed", WAVE).matrices
+    (matrix,) = place_matrices([rows((32, 96), 4)], 4, "distributed", WAVE)[0]
     assert matrix.compute.local_shape(3) == (32, 24)
 
 
@@ -105,11 +105,11 @@ def test_a_matrix_with_fewer_columns_than_ranks_has_an_owner():
 def test_megatrons_auto_shares_no_matrix_that_its_iteration_cannot():
     # one matrix outweighs everything: ours would be cut over the ranks
     big = [rows((8192, 2048), 8)]
-    assert plan_work(big, 8, "auto", WAVE).matrices[0].mode == "distributed"
-    assert plan_work(big, 8, "auto", WAVE, whole_only=True).matrices[0].mode == "duplicated"
+    assert place_matrices(big, 8, "auto", WAVE)[0][0].mode == "distributed"
+    assert place_matrices(big, 8, "auto", WAVE, whole_only=True)[0][0].mode == "duplicated"
 
 
 def test_a_matrix_that_cannot_be_shared_has_an_owner():
     big = [rows((8192, 2048), 8)]
-    (work,) = plan_work(big, 8, "distributed", WAVE, whole_only=True).matrices
+    (work,) = place_matrices(big, 8, "distributed", WAVE, whole_only=True)[0]
     assert work.mode == "exchange"

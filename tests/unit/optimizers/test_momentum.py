@@ -45,7 +45,7 @@ def step_in_waves(dtype, cuts):
     settings = {"fp32_matmul_prec": "highest", "momentum_dtype": dtype, "matrix_buffer_mb": 1e-3}
     optimizer = TensorParallelMuon([param], 0.02, **settings)
     update_rule = optimizer.update_rule_over([shard], ExchangeConfig("duplicated"))
-    assert len(update_rule.exchange.work.waves) == 3
+    assert len(update_rule.exchange.waves) == 3
     groups, state = optimizer.param_groups, defaultdict(dict)
     shard.main = param
     update_rule.attach(groups)

@@ -211,7 +211,7 @@ def test_any_storage_takes_the_optimizers_own_size_of_waves(kind):
         update_rule = muon.update_rule_over(
             shards, ExchangeConfig("exchange", matrix_buffer_mb=1024)
         )
-        assert len(update_rule.exchange.work.waves) == count
+        assert len(update_rule.exchange.waves) == count
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def share(algorithm, matrix_buffer_mb=64.0, precision="highest"):
     engine.updates(directions)
     with Counts() as counts:
         updates = engine.updates(directions)
-    sizes = [len(item.team) for item in engine.work.matrices]
+    sizes = [len(item.group) for item in engine.placements]
     return updates, counts.flops, sizes, engine.schedule.loads[rank]
 
 
@@ -167,7 +167,7 @@ def train(case, count):
     (schedule,) = [
         item for m in optimizer.chained_optimizers for d in m.update_rules for item in d.schedules
     ]
-    sizes = Counter(len(item.team) for item in schedule.work.matrices)
+    sizes = Counter(len(item.group) for item in schedule.placements)
     return Result(weights(case.run, chunk), []), sizes
 
 
