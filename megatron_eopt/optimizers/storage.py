@@ -201,7 +201,8 @@ class Storage:
 def rules_of(storages: Iterable[Storage | ShardedOptimizer]) -> Iterator[UpdateRule]:
     """Yield the update rules of storages, in the order in which they step."""
     for storage in storages:
-        yield from storage.update_rules
+        for item in storage.assigned:
+            yield item.rule
 
 
 def named_gradients(storage: Storage) -> Iterator[tuple[Tensor, Tensor]]:
