@@ -1,6 +1,11 @@
-"""Constants that several packages share: choices, defaults, attribute names and state keys."""
+"""What several packages share: types, choices, defaults, attribute names and state keys."""
 
 from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+type Int64Array = npt.NDArray[np.int64]
 
 TpModeT = Literal["blockwise", "duplicated", "distributed", "exchange", "auto"]
 """How a tensor-parallel matrix is orthogonalized.

@@ -1,5 +1,8 @@
 """Optimizer state in checkpoints, in a form that does not depend on storage or parallel layout.
 
+Whoever changes a format reads ``storage``, which says what a rank has, but no algorithm: state is
+known by its kinds.
+
 Each state tensor (``saved_state``) is saved as boxes of the unsharded parameter
 (``parameter_space``), under ``keys``. ``optimizer_state`` adds groups and step counts.
 

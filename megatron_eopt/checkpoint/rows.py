@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
+from megatron_eopt.base.names import Int64Array
 from megatron_eopt.base.place import remat_size, whole_shape
-from megatron_eopt.layouts.boxes import Int64Array
 
 
 class RowGrid(NamedTuple):

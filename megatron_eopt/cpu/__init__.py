@@ -3,6 +3,7 @@
 Megatron names the device ``cuda`` in hundreds of places. :func:`enable` makes it mean the CPU:
 tensors are created on the CPU, streams and events do nothing, and host and "GPU" have separate
 random number generators (:mod:`megatron_eopt.cpu.generators`). :func:`disable` undoes this.
+Whoever adapts it to another release of Megatron or torch reads no other room.
 """
 
 from megatron_eopt.cpu.backend import (

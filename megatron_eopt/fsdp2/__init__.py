@@ -1,4 +1,7 @@
-"""Optimizers for any PyTorch model and your own training loop, with or without FSDP2."""
+"""Optimizers for any PyTorch model and your own training loop, with or without FSDP2.
+
+These are public names alone; whoever changes what they do reads ``wrappers`` and ``checkpoint``.
+"""
 
 from megatron_eopt.base.quiet import importing_quietly
 

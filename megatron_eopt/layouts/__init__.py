@@ -5,6 +5,8 @@
 * A **plan** has the split sizes and copies that move matrices to their compute layout and back.
 * A **wave** is a set of matrices that travel together; :func:`plan_waves` forms them.
 * A **redistribution** runs a plan: one all-to-all in and one out per wave.
+
+Shapes and ranks are all it knows, so whoever changes who computes what reads no other room.
 """
 
 from megatron_eopt.layouts import copy_checks as _copy_checks  # noqa: F401  registers cases

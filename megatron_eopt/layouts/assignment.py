@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from megatron_eopt.layouts.boxes import Int64Array
+from megatron_eopt.base.names import Int64Array
 
 type Float64Array = npt.NDArray[np.float64]
 

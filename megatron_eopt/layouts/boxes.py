@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-type Int64Array = npt.NDArray[np.int64]
+from megatron_eopt.base.names import Int64Array
+
 type Mask = npt.NDArray[np.bool_]
 type IntLike = int | Int64Array | list[int]
 

@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.layouts.boxes import Boxes, Int64Array, Mask, ragged_arange
+from megatron_eopt.base.names import Int64Array
+from megatron_eopt.layouts.boxes import Boxes, Mask, ragged_arange
 from megatron_eopt.layouts.layout import Layout
 
 
 def dtensor_layout(
     shape: Sequence[int],  # global shape
-    mesh: npt.NDArray[np.int64],  # rank in the redistribution group, by mesh coordinates
+    mesh: Int64Array,  # rank in the redistribution group, by mesh coordinates
     placements: Sequence[Placement],  # one per mesh dimension
     *,
     cols: int | None = None,  # columns of the matrix; None for the last dimension

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import Int64Array
 from megatron_eopt.layouts.boxes import (
     COLUMN,
     OFFSET,
@@ -15,7 +16,6 @@ from megatron_eopt.layouts.boxes import (
     SOURCE,
     STRIDE,
     Boxes,
-    Int64Array,
     IntLike,
     matching,
     ragged_arange,

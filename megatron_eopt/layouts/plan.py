@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import Int64Array
 from megatron_eopt.layouts.assignment import first_uses
-from megatron_eopt.layouts.boxes import MATRIX, OFFSET, TENSOR, Boxes, Int64Array
+from megatron_eopt.layouts.boxes import MATRIX, OFFSET, TENSOR, Boxes
 from megatron_eopt.layouts.exchange import Copy, Exchange, build_exchange
 from megatron_eopt.layouts.layout import Layout
 

@@ -1,4 +1,7 @@
-"""Logical matrices: what a fused parameter consists of, and which rows each rank holds."""
+"""Logical matrices: what a fused parameter consists of, and which rows each rank holds.
+
+Whoever describes another kind of fused weight reads no other room; ``routing`` finds such weights.
+"""
 
 from megatron_eopt.base import declared as _declared  # noqa: F401  declarations outlive sharding
 from megatron_eopt.matrices.rows import RowRuns, local_shape, matrix_columns, matrix_rows

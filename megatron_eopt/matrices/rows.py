@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import Int64Array
 from megatron_eopt.matrices.split import Split
-
-type Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)

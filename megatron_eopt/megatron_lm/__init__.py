@@ -2,7 +2,8 @@
 
 Megatron has no hook for optimizers, so :func:`install` replaces the functions that build them in
 every Megatron module that imported them, and :func:`uninstall` restores them. ``python -m
-megatron_eopt.launch`` does this for an unmodified script.
+megatron_eopt.launch`` does this for an unmodified script. Whoever adapts it to another
+trainer reads of other rooms only the functions that are put in place of the trainer's.
 """
 
 import sys

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_eopt.base import gpu
-from megatron_eopt.base.names import MOMENT2, MOMENTUM, STEP
+from megatron_eopt.base.names import MOMENT2, MOMENTUM, STEP, Int64Array
 from megatron_eopt.layouts import Layout
-from megatron_eopt.layouts.boxes import Int64Array
 from megatron_eopt.math.moments import (
     Moment2MethodT,
     adamuon_,

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
-from megatron_eopt.layouts.boxes import Boxes, Int64Array, ragged_arange
+from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP, Int64Array
+from megatron_eopt.layouts.boxes import Boxes, ragged_arange
 from megatron_eopt.math.low_precision import (
     BLOCK,
     FORMATS,

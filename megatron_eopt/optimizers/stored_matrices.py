@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_eopt.layouts.boxes import Boxes, Int64Array, ragged_arange
+from megatron_eopt.base.names import Int64Array
+from megatron_eopt.layouts.boxes import Boxes, ragged_arange
 from megatron_eopt.storage.shard import ParamShard
 
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_eopt.base.names import Int64Array
 from megatron_eopt.layouts import assign_owners
 from megatron_eopt.layouts.assignment import Float64Array
-from megatron_eopt.layouts.boxes import Int64Array
 from megatron_eopt.math import standard_flops
 
 COLLECTIVE = 1e9

@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 from weakref import ReferenceType
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_eopt.base.names import Int64Array
 from megatron_eopt.layouts import Layout, block_layout
-
-type Int64Array = npt.NDArray[np.int64]
 
 
 def unit_of(param: Tensor) -> Any:

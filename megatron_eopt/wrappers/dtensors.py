@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch.distributed as dist
 from megatron.core.distributed import TorchFullyShardedDataParallel
 from torch import Tensor
@@ -28,7 +27,7 @@ from megatron_eopt.base.agreement import (
     raise_together_in,
 )
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import TpModeT
+from megatron_eopt.base.names import Int64Array, TpModeT
 from megatron_eopt.base.place import refuse_part, whole_shape
 from megatron_eopt.checkpoint.continuation import Policy
 from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
@@ -61,7 +60,6 @@ from megatron_eopt.wrappers.specs import OptimizerSpec, optimizer_specs, update_
 
 type ComputedBy = Callable[[Sequence[Layout]], Sequence[int]]
 """Returns a rank that computes each of some matrices."""
-type Int64Array = npt.NDArray[np.int64]
 
 
 class DTensorShards:

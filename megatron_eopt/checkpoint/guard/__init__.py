@@ -2,4 +2,5 @@
 
 ``saves`` writes a checkpoint beside the one that it replaces. ``files`` tells whether all files of
 a checkpoint are whole and of one save. Only what saves or loads whole checkpoints imports this.
+Whoever changes it reads no other room.
 """

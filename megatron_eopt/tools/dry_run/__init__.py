@@ -1,4 +1,7 @@
-"""Runs the real optimizer as one rank of a large job, in one process and on fake tensors."""
+"""Runs the real optimizer as one rank of a large job, in one process and on fake tensors.
+
+Whoever changes what is counted reads no other room; new kernels or reads have to be known here.
+"""
 
 from megatron_eopt.tools.dry_run.counting import (
     Amount,
