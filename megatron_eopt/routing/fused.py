@@ -1,9 +1,10 @@
-"""Layouts of the fused weights of megatron-core's own modules, and of transformers'.
+"""Layouts of the fused weights of megatron-core's own modules.
 
 Each function below describes one family of modules. The order of rows is the order in which the
-module's ``forward`` slices its activations (megatron-core 0.19, transformers 5).
+module's ``forward`` slices its activations (megatron-core 0.19).
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +16,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import nn
-from torch.nn.utils import parametrize
 
-from megatron_eopt.base.place import whole_shape
 from megatron_eopt.base.upstream import find_upstream
 from megatron_eopt.config.arguments import qkv_split_shapes
 from megatron_eopt.matrices import (
@@ -31,27 +30,6 @@ from megatron_eopt.matrices import (
     qkv,
     side_by_side,
 )
-from megatron_eopt.routing.orientation import has_halves, inputs_first
-
-GATED = {"gate_up_proj": "down_proj", "input_linear": "output_linear"}
-"""What transformers calls a linear module, or a parameter of all experts, that has gate and up, and
-what follows it."""
-
-_SEPARATE = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("query_proj", "key_proj", "value_proj"),
-    ("q", "k", "v"),
-    ("q_lin", "k_lin", "v_lin"),
-    ("wq", "wk", "wv"),
-    ("to_q", "to_k", "to_v"),
-)
-"""What modules call separate projections to queries, keys and values."""
-
-_HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim")
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-"""Attributes of attention modules, or of their configurations, in transformers and elsewhere."""
 
 type _Lengths = Mapping[str, int]
 
@@ -75,7 +53,7 @@ def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight
         return _grouped_query(owner.config)
     if isinstance(owner, CrossAttention) and child == "linear_kv":
         lengths = dict.fromkeys(("k", "v"), owner.config.kv_channels)
-        return _repeated("qkv", lengths, owner.config.num_attention_heads, lengths)
+        return repeated("qkv", lengths, owner.config.num_attention_heads, lengths)
     if isinstance(owner, CrossAttention) and child == "linear_q":
         head_dim = owner.config.kv_channels
         rows = head_dim * owner.config.num_attention_heads
@@ -84,72 +62,16 @@ def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight
         return _latent_attention(owner.config, child)
     if isinstance(owner, MLP | TEGroupedMLP) and child == "linear_fc1":
         return _gated_linear_unit(owner)
-    if (latent := _latent_attention_elsewhere(owner, child)) is not None:
-        return latent
-    if (groups := getattr(linear, "n_groups", 0)) and isinstance(linear, nn.Linear):
-        return FusedWeight("mla", None, partial(_in_groups, groups=groups), {})
-    if child == "in_proj":
+    found: FusedWeight | None = by_names().fused_weight(owner, child, linear)
+    if found is None and child == "in_proj":
         return _linear_attention(owner, linear)
-    if child in GATED:
-        return _gate_beside_up(owner, child)
-    if looks_like_heads(owner, child):
-        return _heads(owner, child)
-    return None
+    return found
 
 
-def looks_like_heads(owner: nn.Module, child: str) -> bool:
-    """Whether ``owner.child`` is a projection to queries, keys or values, by the names there."""
-    return _names_beside(owner, child) is not None
-
-
-def _names_beside(owner: nn.Module, child: str) -> tuple[str, str, str] | None:
-    """Return what ``owner`` calls its projections to queries, keys and values."""
-    named = (names for names in _SEPARATE if child in names)
-    both = (names for names in named if all(hasattr(owner, name) for name in names[:2]))
-    return next(both, None)
-
-
-def _heads(owner: nn.Module, child: str) -> FusedWeight | None:
-    """Return the heads of a separate projection, as its module gives their size or number."""
-    names = _names_beside(owner, child)
-    assert names is not None
-    queries, rows = (_shape_of(owner, name)[0] for name in (names[0], child))
-    config = getattr(owner, "config", None)
-    heads = _number(_HEADS, owner, config)
-    # keys and values have fewer heads than queries if they have fewer rows
-    if child != names[0] and rows != queries:
-        heads = _number(_KEY_HEADS, owner, config)
-    head_dim = _number(_HEAD_DIM, owner) or (rows // heads if heads else 0)
-    if not head_dim or rows % head_dim:
-        return None
-    return FusedWeight("per_head", None, partial(per_head, head_dim=head_dim), {})
-
-
-def _shape_of(owner: nn.Module, name: str) -> tuple[int, ...]:
-    """Return the outputs and inputs, last, of a parameter or of the weight of a linear layer.
-
-    An adapter may wrap the layer. A parametrized weight is not computed, which could change state.
-    """
-    # a scripted module's tables of parameters and modules are no dictionaries
-    item: Any = dict(owner.named_children()).get(name)
-    item = getattr(item, "base_layer", item)
-    if item is not None:
-        owner, name = item, "weight"
-    own = dict(owner.named_parameters(recurse=False)).get(name)
-    if own is None and parametrize.is_parametrized(owner, name):
-        own = owner.get_submodule(f"parametrizations.{name}")._parameters.get("original")
-    if own is None:
-        return (getattr(item, "out_features", 0), getattr(item, "in_features", 0))
-    *experts, rows, cols = whole_shape(own)
-    if inputs_first(owner, name, own.dim()):
-        rows, cols = cols, rows
-    return (*experts, rows, cols)
-
-
-def _number(names: tuple[str, ...], *holders: Any) -> int | None:
-    """Return the first of these attributes that is a positive integer."""
-    values = (getattr(holder, name, None) for holder in holders for name in names)
-    return next((n for n in values if isinstance(n, int) and n > 0), None)
+def by_names() -> Any:
+    """Return what knows the modules of transformers, by the names of their layers."""
+    # by its name, since nothing here knows what is outside
+    return importlib.import_module("megatron_eopt.contrib.transformers")
 
 
 def _grouped_query(config: Any) -> FusedWeight:
@@ -171,12 +93,12 @@ def _latent_attention(config: Any, child: str) -> FusedWeight | None:
     match child:
         case "linear_q_proj" | "linear_q_up_proj":
             lengths = {"q_nope": nope, "q_pos": rotary}
-            return _repeated("mla", lengths, heads, lengths)
+            return repeated("mla", lengths, heads, lengths)
         case "linear_kv_up_proj":
             lengths = {"k_nope": nope, "v": value}
-            return _repeated("mla", lengths, heads, lengths)
+            return repeated("mla", lengths, heads, lengths)
         case "linear_kv_down_proj":
-            return _repeated("mla", latent, 1)
+            return repeated("mla", latent, 1)
         case "linear_qkv_down_proj":
             # two sections, because tensor parallelism shards queries and keys separately
             keys = tuple(Field(name, rows) for name, rows in latent.items())
@@ -186,33 +108,6 @@ def _latent_attention(config: Any, child: str) -> FusedWeight | None:
     return None
 
 
-def _latent_attention_elsewhere(owner: nn.Module, child: str) -> FusedWeight | None:
-    """MLA in transformers: the parts of megatron-core's, under DeepSeek's names."""
-    if child not in ("q_b_proj", "q_proj", "kv_b_proj", "kv_a_proj_with_mqa"):
-        return None
-    config = getattr(owner, "config", None)
-    sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
-    nope, rotary, value, latent = (_number((name,), owner, config) for name in sizes)
-    heads = _number(_HEADS, owner, config)
-    if heads and child == "q_b_proj" and hasattr(owner, "o_a_proj"):
-        # DeepSeek-V4's queries, whose heads rotate in their last rows only
-        rows = _shape_of(owner, child)[0]
-        return FusedWeight("per_head", rows, partial(per_head, head_dim=rows // heads), {})
-    if not (hasattr(owner, "kv_b_proj") and nope and rotary and value and latent and heads):
-        return None
-    if child == "kv_a_proj_with_mqa":
-        return _repeated("mla", {"kv": latent, "k_pos": rotary}, 1)
-    of_values = child == "kv_b_proj"
-    lengths = {"k_nope": nope, "v": value} if of_values else {"q_nope": nope, "q_pos": rotary}
-    return _repeated("mla", lengths, heads, lengths)
-
-
-def _in_groups(shape: tuple[int, ...], *, groups: int) -> Split:
-    """Projection whose groups of outputs read inputs of their own: one matrix for each group."""
-    rows = shape[-2]
-    return periodic("mla", shape, {"group": rows}, units={"group": rows // groups})
-
-
 def _gated_linear_unit(owner: Any) -> FusedWeight | None:
     """Gated MLP: gate rows, then up rows, on every rank; grouped experts may interleave them."""
     if not owner.config.gated_linear_unit:
@@ -220,13 +115,6 @@ def _gated_linear_unit(owner: Any) -> FusedWeight | None:
     grouped = isinstance(owner, TEGroupedMLP)
     interleave = owner.config.moe_mlp_glu_interleave_size if grouped else None
     return FusedWeight("gated", None, partial(gated, interleave=interleave), {})
-
-
-def _gate_beside_up(owner: nn.Module, child: str) -> FusedWeight | None:
-    """transformers: the outputs of the gate, then those of up. Others are not split."""
-    outputs, inputs = _shape_of(owner, child)[-2], _shape_of(owner, GATED[child])[-1]
-    fits = 0 < outputs == 2 * inputs and has_halves(owner)
-    return FusedWeight("gated", None, gated, {}) if fits else None
 
 
 def _linear_attention(owner: Any, linear: Any) -> FusedWeight | None:
@@ -250,8 +138,9 @@ def _linear_attention(owner: Any, linear: Any) -> FusedWeight | None:
     return FusedWeight("linear_attention", sum(lengths.values()), build, {"units": units})
 
 
-def _repeated(
+def repeated(
     kind: SplitT, lengths: _Lengths, blocks: int, units: _Lengths | None = None
 ) -> FusedWeight:
+    """Return a layout that repeats fields of these rows; ``units`` are the rows of one head."""
     build = partial(periodic, kind, lengths=lengths)
     return FusedWeight(kind, blocks * sum(lengths.values()), build, {"units": units})

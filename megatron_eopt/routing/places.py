@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from megatron_eopt.base.place import whole_shape
-from megatron_eopt.routing.fused import GATED
+from megatron_eopt.routing.fused import by_names
 from megatron_eopt.routing.plain_names import joined, of_megatron, origin, renamed_paths
 
 # Parameters that torch's older weight_norm, spectral_norm and pruning put in a weight's place.
@@ -123,7 +123,7 @@ def _places_in(chunk: int, model: nn.Module) -> Iterator[HeldParameter]:
             # the chunk is its own owner
             owner, child = _ADAPTED.sub("", plain[host]).rpartition(".")[::2]
             # transformers has gate and up of all experts as a parameter, without a child module
-            is_own = whole in GATED
+            is_own = whole in by_names().GATED
             global_name, wrapped_name = (
                 _counted(joined(paths[path], leaf), param, experts[path])
                 for paths in (counted, wrapped)

@@ -25,7 +25,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.place import is_part, whole_shape
 from megatron_eopt.matrices import Split, SplitT, checked_shape, local_shape, qkv, whole
 from megatron_eopt.matrices import transposed as turned
-from megatron_eopt.routing.fused import fused_weight, looks_like_heads
+from megatron_eopt.routing.fused import by_names, fused_weight
 from megatron_eopt.routing.orientation import inputs_first
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.routing.places import HeldParameter, conv_shape
@@ -234,7 +234,7 @@ def _warn_of_heads(
     missing = [
         weight.name
         for weight in weights
-        if weight.param not in by_head and looks_like_heads(weight.owner, weight.child)
+        if weight.param not in by_head and by_names().looks_like_heads(weight.owner, weight.child)
     ]
     if missing or not by_head:
         logger.warning(
