@@ -30,6 +30,9 @@ from megatron_eopt.base.kernels import Family
 
 KERNELS = Family("momentum, weight and Adam updates")
 
+# as torch's optimizers group tensors: one call, because reading attributes of each takes time
+_group_by_device_and_dtype: Any = torch._C._group_tensors_by_device_and_dtype
+
 # torch allows one DEF for a namespace; other modules add to it by FRAGMENT
 _library: Any = torch.library.Library("megatron_eopt", "DEF")  # type: ignore[no-untyped-call]
 _NAMES = {
@@ -85,8 +88,7 @@ def momentum_update_(
     sums of squares of each :data:`BLOCK` numbers of directions; see :func:`empty_sums`.
     """
     numbers = (1 - momentum, momentum if nesterov else 1.0, decay)
-    decayed = weights if decay else [None] * len(weights)
-    for lists in _alike(momenta, outs, grads, decayed, sums or [None] * len(weights)):
+    for lists in _alike(momenta, outs, grads, weights if decay else (), sums):
         if _is_served(lists[:-1]):
             torch.ops.megatron_eopt.momentum_update(*lists, grad_scale, numbers)
         else:
@@ -191,9 +193,9 @@ def adam_(
     """
     # what the kernel does not know is left to torch
     is_plain = not (largest or group["maximize"] or isinstance(group["lr"], Tensor))
-    columns: Any = (*lists, largest or [None] * len(lists[0]))
+    columns: Any = (*lists, largest)
     if not all(map(Tensor.is_contiguous, lists[0])):  # type: ignore[arg-type]
-        columns = zip(*map(_in_memory_order, zip(*columns, strict=True)), strict=True)
+        columns = zip(*map(_in_memory_order, _rows(columns)), strict=True)
     for *part, most in _alike(*columns):
         if not (is_plain and _is_served(part)):
             _adam(part, most, grad_scale, group, cautious=cautious)
@@ -250,8 +252,7 @@ def _adam(
     settings = {name: group[name] for name in kept} | {"beta1": beta1, "beta2": beta2}
     written = (weights, firsts, seconds, largest)
     # torch's kernels read and write memory as if all tensors of a parameter had equal strides
-    packed = [[tensor.contiguous() for tensor in some] for some in written]
-    grads = [grad.contiguous() for grad in grads]
+    grads, *packed = map(_packed, (grads, *written))
     params, first, second, most = packed
     decay = float(group["lr"] * group["weight_decay"]) if cautious else 0.0
     # which weights decay is known only with the new moments, so weights are changed after these
@@ -262,9 +263,9 @@ def _adam(
     if decay:
         _decay_cautiously(params, first, -decay)
         torch._foreach_add_(params, moved)
-    for tensor, result in zip(chain(*written), chain(*packed), strict=True):
-        if tensor is not result:
-            tensor.copy_(result)
+    for some, results in zip(written, packed, strict=True):
+        if some is not results:
+            torch._foreach_copy_(some, results)
     if copies:
         torch._foreach_copy_(copies, weights)
 
@@ -289,27 +290,49 @@ def _log2(number: float) -> float:
     return math.log2(number) if number else -math.inf
 
 
+def _packed(tensors: list[Tensor]) -> list[Tensor]:
+    """Return contiguous copies of tensors, or the same list if all are contiguous."""
+    if all(map(Tensor.is_contiguous, tensors)):
+        return tensors
+    return [tensor.contiguous() for tensor in tensors]
+
+
 def _alike(*lists: Sequence[Tensor | None]) -> Iterator[list[list[Tensor]]]:
-    """Yield the lists cut into parts of equal dtypes; a list of absent tensors becomes empty."""
-    kinds = [{None if t is None else t.dtype for t in tensors} for tensors in lists]
-    if set(map(len, kinds)) == {1}:
-        every: Any = zip(kinds, lists, strict=True)
-        yield [[] if None in its else list(some) for its, some in every]
+    """Yield the lists cut into parts of equal devices and dtypes; a list of None becomes empty."""
+    if lists[0] and all(map(_are_alike, lists)):
+        present: Any = [some if some and some[0] is not None else () for some in lists]
+        yield list(map(list, present))
         return
     found: dict[Any, list[Any]] = {}
-    for members in zip(*lists, strict=True):
-        key = tuple([None if member is None else member.dtype for member in members])
-        found.setdefault(key, []).append(members)
+    for row in _rows(lists):
+        key = tuple([one is not None and (one.device, one.dtype) for one in row])
+        found.setdefault(key, []).append(row)
     for key, rows in found.items():
         columns = zip(key, zip(*rows, strict=True), strict=True)
-        yield [[] if dtype is None else list(column) for dtype, column in columns]
+        yield [list(column) if kind else [] for kind, column in columns]
+
+
+def _rows(lists: Sequence[Sequence[Tensor | None]]) -> Iterator[tuple[Tensor | None, ...]]:
+    """Yield the tensors at each index of some lists, None where a list is empty."""
+    return zip(*(some or [None] * len(lists[0]) for some in lists), strict=True)
+
+
+def _are_alike(tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether tensors have one device and dtype, or all are None."""
+    types = set(map(type, tensors))
+    if not types or type(None) in types:
+        return len(types) < 2
+    return len(_group_by_device_and_dtype([tensors], False)) == 1
 
 
 def _is_served(lists: Sequence[Sequence[Tensor]]) -> bool:
-    """Return whether the kernels support tensors: on one GPU, contiguous, of at most 32 bits."""
+    """Return whether the kernels support tensors: on one GPU, contiguous, of at most 32 bits.
+
+    Those of a list have one device and dtype.
+    """
     first = lists[0][0]
-    return KERNELS.runs(first) and all(
-        tensor.is_contiguous() and tensor.dtype.itemsize <= 4 and tensor.device == first.device
-        for some in lists
-        for tensor in some
+    return (
+        KERNELS.runs(first)
+        and all(it[0].dtype.itemsize <= 4 and it[0].device == first.device for it in lists if it)
+        and all(map(Tensor.is_contiguous, chain(*lists)))
     )

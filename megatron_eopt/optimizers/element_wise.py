@@ -30,7 +30,7 @@ from megatron_eopt.optimizers.update_rule import (
     set_step,
     step_inside,
 )
-from megatron_eopt.storage.interface import model_copy_of
+from megatron_eopt.storage.interface import model_copies_of
 from megatron_eopt.storage.shard import ParamShard
 
 # packages whose fused Adam has one step count for each group, not one for each parameter
@@ -66,7 +66,7 @@ class _InOnePass(torch.optim.Adam):
             found: list[list[Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *found)  # type: ignore[no-untyped-call]
             params, grads, firsts, seconds, largest, steps = found
-            lists = (params, firsts, seconds, list(map(model_copy_of, params)), grads, steps)
+            lists = (params, firsts, seconds, model_copies_of(params), grads, steps)
             cautious = self.cautious_weight_decay
             adam_(lists, largest, self.grad_scale, group, cautious=cautious)
         return loss
@@ -153,7 +153,7 @@ class ElementWiseRule(UpdateRule):
             self._step(groups, state)
 
     def _step(self, groups: Sequence[ParamGroup], state: State) -> None:
-        if not all(state[param] for group in groups for param in group["params"]):
+        if not all(all(map(state.__getitem__, group["params"])) for group in groups):
             # a user may have cleared it
             self.init(groups, state)
         with bound(self._optimizer, groups, state) as optimizer:

@@ -51,8 +51,8 @@ class Lender:
         """Provide groups and state of lent tensors in a block, and store what it changed."""
         params, host = self._rule.params, self._rule.host
         for param, shard in zip(params, self._rule.shards, strict=True):
-            if param.grad is not None and param.grad.layout != torch.strided:
-                raise sparse_gradient(f"gradient of {shard.name}", param.grad.layout)
+            if (grad := param.grad) is not None and grad.layout != torch.strided:
+                raise sparse_gradient(f"gradient of {shard.name}", grad.layout)
         if not any(map(_is_lent, params)):
             yield list(groups), outer
             return

@@ -33,7 +33,7 @@ from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import RoundedMomentum
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
-from megatron_eopt.storage.interface import model_copy_of
+from megatron_eopt.storage.interface import model_copies_of
 from megatron_eopt.storage.shard import ParamShard
 
 WeightDecayT = Literal["decoupled", "l2", "independent"]
@@ -340,7 +340,7 @@ class MuonRule(UpdateRule):
             update_(
                 params,
                 # taken from the tensors, so that nobody copies them again after the step
-                [model_copy_of(param) for param in params],
+                model_copies_of(params),
                 [updates[item.number] for item in members],
                 self.grad_scale,
                 lr,

@@ -14,7 +14,7 @@ from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
 from megatron_eopt.optimizers.update_rule import UpdateRule
-from megatron_eopt.storage.interface import gather_buckets, model_copy_of
+from megatron_eopt.storage.interface import gather_buckets, model_copies_of
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.storage.shard import ParamShard
 
@@ -170,7 +170,7 @@ class Storage:
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of main weights and the model's weights, where these are separate tensors.
 
-        The code that steps the first may also write the second, see :func:`model_copy_of`.
+        The code that steps the first may also write the second, see :func:`model_copies_of`.
         """
         return []
 
@@ -182,8 +182,8 @@ class Storage:
             pairs = self.copies()
         else:
             # megatron-core's step copies all main weights at its end; most have been copied by then
-            wanted = self._model_copies if mains is None else mains
-            left = [(main, model_copy_of(main)) for main in wanted]
+            wanted = list(self._model_copies if mains is None else mains)
+            left = zip(wanted, model_copies_of(wanted), strict=True)
             pairs = [(main, copy) for main, copy in left if copy is not None]
         if pairs:
             mains, copies = zip(*pairs, strict=True)

@@ -8,13 +8,12 @@ from torch import Tensor
 from megatron_eopt.base.names import COPY_ATTRIBUTE
 
 
-def model_copy_of(main: Tensor) -> Tensor | None:
-    """Return the model's weight that the caller must write with a main weight, or None.
+def model_copies_of(mains: Iterable[Tensor]) -> list[Tensor | None]:
+    """Return the model's weights that the caller must write with main weights, or None.
 
-    It is not copied again after the step.
+    They are not copied again after the step.
     """
-    copy: Tensor | None = main.__dict__.pop(COPY_ATTRIBUTE, None)
-    return copy
+    return [main.__dict__.pop(COPY_ATTRIBUTE, None) for main in mains]
 
 
 def gather_buckets(model_chunk: Any, *, now: bool = False) -> None:
