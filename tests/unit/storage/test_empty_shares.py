@@ -55,7 +55,7 @@ def at_all_fractions(name):
     return found
 
 
-LONG = ("muon in 8 bits", "adamuon", "namo", "muon", "lion")
+LONG = ("muon in 8 bits", "adamuon", "normuon", "namo", "lion")
 
 
 @pytest.mark.parametrize(
