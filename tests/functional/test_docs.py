@@ -72,7 +72,7 @@ OF_TOOLS = {
     "sbatch": "--nodes --signal",
     "tensorboard": "--logdir",
     "mkdocs": "--strict",
-    "launch and tests": "--help --all --environment",
+    "launch and tests": "--help --all --all-rooms --tests --environment",
     "megatron-core 0.20": "--megatron-fsdp-version",
 }
 
