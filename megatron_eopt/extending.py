@@ -10,8 +10,8 @@ with importing_quietly():
     from megatron_eopt.optimizers.update_rule import UpdateRule
     from megatron_eopt.storage.shard import ParamShard
     from megatron_eopt.wrappers.builders import OptimizerBuildContext, register_storage
+    from megatron_eopt.wrappers.declared_shards import build_sharded
     from megatron_eopt.wrappers.layer_wise import LayerWiseDistributedOptimizer
-    from megatron_eopt.wrappers.parts import build_sharded
     from megatron_eopt.wrappers.replicated import build_replicated
 
 __all__ = [

@@ -24,8 +24,8 @@ from megatron_eopt.storage import local_tensors
 from megatron_eopt.storage.local_tensors import shard_like
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
+from megatron_eopt.wrappers.declared_shards import build_sharded
 from megatron_eopt.wrappers.megatron_fsdp import fsdp_modules
-from megatron_eopt.wrappers.parts import build_sharded
 
 
 class SmallModel(nn.Module):

@@ -1,9 +1,17 @@
-"""Several optimizers that step as one, in four phases.
+"""Several optimizers that step as one.
 
-1. Gradients are passed to the stepped tensors and divided by the loss scale.
-2. The gradient norm is computed. It shows whether all gradients are finite, and they are clipped.
-3. Every optimizer steps: matrices are sent to their owner ranks, and updates are sent back.
-4. Parameters are gathered once, after all optimizers have stepped.
+Note [A step]
+    1. :meth:`OptimizerChain.step` has each storage hand this step's gradients to the tensors that
+       it steps (``collect_gradients``), and divides them by the loss scale.
+    2. One all-reduce gives the gradient norm, which also shows whether all gradients are finite
+       (``gradients.GradNorm``). Gradients are clipped, or kernels do so while they read them.
+    3. Each storage steps its torch optimizer: a ``ShardedOptimizer`` steps its update rules, each
+       with its parameter groups and state (``AssignedRule``). Adam and its like change each
+       element. Muon turns gradients into directions, and its ``MatrixExchange`` sends these to the
+       ranks that compute whole matrices, orthogonalizes them, and sends the updates back (Note
+       [The way of a gradient] of muon_rule.py).
+    4. Whoever steps a main weight also writes the model's copy (``model_copies_of``).
+    5. Weights are gathered once, when all storages have stepped, or in the next forward pass.
 """
 
 import math

@@ -100,8 +100,8 @@ def build_replicated(
     """Return the chain that steps whole parameters, or whole tensor-parallel shards; collective.
 
     All data-parallel ranks must have the same parameters and gradients. For parameters that are cut
-    over them, use :func:`~megatron_eopt.wrappers.parts.build_sharded`: here, each rank would take
-    its part for a matrix, and compute a gradient norm of its own.
+    over them, use :func:`~megatron_eopt.wrappers.declared_shards.build_sharded`: here, each rank
+    would take its part for a matrix, and compute a gradient norm of its own.
 
     Args:
         context: Settings, routing and model. Without ``storage_of``, the result is None unless the
