@@ -190,17 +190,19 @@ class OptimizerChain(ChainedOptimizer):
                 norm, changed = norms[None].with_flag()
                 if changed or not self._keeps(norm):
                     self._overlap.forget()
-            # with a norm for each of several groups, the factor differs by parameter, and cannot be
-            # folded
+            skips = not late and self.is_above_skip_threshold(found)
             with clipped(
                 self.chained_optimizers,
-                self.settings.original.clip_grad,
+                # a step that is skipped leaves gradients as they are
+                0.0 if skips else self.settings.original.clip_grad,
                 norms,
-                fold=len(norms) == 1,
+                # With a norm for each of several groups, the factor differs by parameter, and
+                # cannot be folded. Without our kernels, passes would copy gradients to scale them.
+                fold=self.reads_norms_late and len(norms) == 1,
             ):
                 # after clipping, as in megatron-core
                 zeros = self.count_zeros() if self.settings.original.log_num_zeros_in_grad else None
-                if not late and self.is_above_skip_threshold(found):
+                if skips:
                     self.skipped_steps += 1
                     return False, found, zeros
                 with check or nullcontext():

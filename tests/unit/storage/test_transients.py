@@ -98,3 +98,14 @@ def test_of_momentum_in_8_bits_no_more_than_a_wave_is_float32(storage):
     assert max(few, many) <= 3 * WAVE + ITERATION + ROUNDING + BUFFERS
     # eight layers fill their waves better; all that they have more in float32 is seven waves a rank
     assert many <= few + WAVE + BUFFERS
+
+
+@pytest.mark.parametrize("storage", [True, False], ids=["sharded", "replicated"])
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_clipping_scales_gradients_where_they_are(optimizer, storage):
+    where: dict[str, Any] = {"use_distributed_optimizer": storage}
+    plain, clipped = (
+        run_ranks(1, peak, Case(optimizer, MODEL, ddp=where, config={**where, "clip_grad": limit}))
+        for limit in (0.0, 1e-3)
+    )
+    assert clipped[0] <= plain[0] + BUFFERS
