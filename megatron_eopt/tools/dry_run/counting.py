@@ -66,6 +66,14 @@ _PHASES = {
 }
 """Phase by the prefix of a function's full name; the innermost matching function decides."""
 
+_SENT = {
+    "norm": "gradient norm",
+    "exchange": "shared matrices",
+    "orthogonalization": "shared matrices",
+    "copies to the model": "stepped weights",
+}
+"""What collectives of a phase are for."""
+
 _COPY: Any = torch.ops.aten.copy_.default
 
 READ: Any = torch.ops.aten._local_scalar_dense.default
@@ -80,6 +88,7 @@ class Collective(NamedTuple):
     sent: int  # bytes of this rank's input
     first: int  # lowest global rank of the group
     last: int  # highest global rank of the group
+    purpose: str = ""  # what it is for
 
 
 class Phase(NamedTuple):
@@ -154,7 +163,10 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = args[1] if any(word in name for word in _WITH_OUTPUT) else args[0]
         sent = sum(item.nbytes for item in tree_iter(given) if isinstance(item, Tensor))
         ranks = distributed.get_process_group_ranks(group)
-        call = Collective(name.strip("_"), len(ranks), sent, min(ranks), max(ranks))
+        phase = current_phase().name
+        is_moved = phase == "exchange" and "alltoall" in name
+        purpose = "matrices to owners and back" if is_moved else _SENT.get(phase, phase)
+        call = Collective(name.strip("_"), len(ranks), sent, min(ranks), max(ranks), purpose)
         self.collectives[call] += 1
 
 

@@ -1,5 +1,6 @@
 """Print plans as tables, or return them as plain values for JSON."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -110,11 +111,16 @@ def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
     rows = [(name, f"{n:,}", f"{moved.get(name, 0):.1f}") for name, n in report.elements.items()]
     rows += [(name, matrices, "") for name, matrices in _owned(plan).items()]
     _print(console, f"Rank {plan.rank}, the busiest", ("optimizer", "updates", "B/element"), rows)
-    rows = [
-        (call.name, str(call.ranks), str(count), f"{bytes_sent(call) * count / 2**20:,.1f}")
-        for call, count in sorted(report.collectives.items())
-    ]
-    _print(console, "Collectives of a step", ("call", "ranks", "calls", "MiB sent"), rows)
+    calls: defaultdict[tuple[str, str, int], int] = defaultdict(int)
+    sent: defaultdict[tuple[str, str, int], float] = defaultdict(float)
+    for call, often in sorted(report.collectives.items()):
+        calls[call.purpose, call.name, call.ranks] += often
+        sent[call.purpose, call.name, call.ranks] += bytes_sent(call) * often
+    rows = []
+    for kind, number in calls.items():
+        rows.append((*map(str, kind), str(number), f"{sent[kind] / 2**20:,.1f}"))
+    what = ("for", "call", "ranks", "calls", "MiB sent")
+    _print(console, "Collectives of a step", what, rows)
     phases = {": ".join(filter(None, phase)): n for phase, n in report.phases.items()}
     rows = [
         (name, f"{n.kernels:,}", f"{n.bytes / 1e9:,.3f}", _flops(n.flops), f"{n.host_waits}")

@@ -122,7 +122,8 @@ LOOPS = {
 def links_of(optimizer):
     if links := getattr(optimizer, "chained_optimizers", None):
         return links
-    own = {"update_rules": optimizer.update_rules, "shards": optimizer.shards}
+    own = {"assigned": optimizer.assigned, "update_rules": optimizer.update_rules}
+    own["shards"] = optimizer.shards
     return [SimpleNamespace(optimizer=optimizer, is_stub_optimizer=False, **own)]
 
 
