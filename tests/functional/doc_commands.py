@@ -31,7 +31,11 @@ RULES = (
         "parse",
         "tests/functional/test_compare_optimizers.py trains smaller models",
     ),
-    Rule(r"(UPSTREAM=\S+ )?\./scripts/test\.sh( --all)?", "parse", "it is what runs these tests"),
+    Rule(
+        r"(UPSTREAM=\S+ )?\./scripts/test\.sh( --all(-rooms)?| \w+)?",
+        "parse",
+        "it is what runs these tests",
+    ),
     Rule(r"source \.venv/bin/activate", "run"),
     Rule(r"python scripts/prepare_corpus\.py .*", "long"),
     Rule(r"torchrun (--nproc-per-node 2|\.\.\.) scripts/pretrain_gpt\.py .*", "long"),
