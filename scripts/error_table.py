@@ -50,6 +50,8 @@ def text_of(node: ast.expr, known: dict[str, ast.expr]) -> str:
     """Return what an expression says, with the parts that depend on a run in braces."""
     if isinstance(node, ast.Name) and node.id in known:
         return text_of(known[node.id], {name: known[name] for name in known if name.isupper()})
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "did_you_mean":
+        return text_of(node.args[2], known)  # what is said without similar names
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):

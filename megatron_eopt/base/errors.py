@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
 from operator import ge, gt, le, lt
@@ -73,13 +73,25 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
+def did_you_mean(
+    name: str,
+    names: Iterable[str],
+    otherwise: str,
+    *,
+    shown: Callable[[str], str] = repr,
+    cutoff: float = 0.6,
+) -> str:
+    """Return a hint with the names, as they are ``shown``, most like one that does not exist."""
+    near = difflib.get_close_matches(name, list(names), n=3, cutoff=cutoff)
+    return f"Did you mean {' or '.join(map(shown, near))}?" if near else otherwise
+
+
 def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:
     """Raise a ConfigurationError unless ``value`` is one of ``choices``; suggest near matches."""
     names = list(choices)
     if value in names:
         return
-    near = difflib.get_close_matches(str(value), names, n=3)
-    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "Choose one of them"
+    hint = did_you_mean(str(value), names, "Choose one of them")
     raise ConfigurationError(argument, value, f"must be one of {', '.join(names)}", hint)
 
 

@@ -6,7 +6,6 @@ has the recommended ones.
 
 import copy
 import dataclasses
-import difflib
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,7 +15,7 @@ from megatron.core.optimizer.optimizer_config import (
     SGDOptimizerConfig,  # noqa: F401
 )
 
-from megatron_eopt.base.errors import ConfigurationTypeError
+from megatron_eopt.base.errors import ConfigurationTypeError, did_you_mean
 from megatron_eopt.base.names import (
     DEFAULT_MATRIX_BUFFER_MB,
     DEFAULT_MAX_RANKS_PER_MATRIX,
@@ -165,8 +164,7 @@ class EmergingOptimizerConfig(OptimizerConfig):
         names = [field.name for field in dataclasses.fields(cls) if field.init]
         for name, value in fields.items():
             if name not in names:
-                near = " or ".join(difflib.get_close_matches(name, names, n=3))
-                hint = f"Did you mean {near}?" if near else "Leave it out"
+                hint = did_you_mean(name, names, "Leave it out", shown=str)
                 rule = f"is not a field of {cls.__name__}"
                 raise ConfigurationTypeError(name, value, rule, hint)
         made: Self = super().__new__(cls)

@@ -4,7 +4,6 @@ A key is a field of :class:`~megatron_eopt.EmergingOptimizerConfig` or ``optimiz
 dashes or underscores. Settings of the whole run (precision, overlap, logging) raise an error.
 """
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ import yaml  # type: ignore[import-untyped,unused-ignore]
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.errors import ConfigurationError, did_you_mean
 from megatron_eopt.base.names import OptimizerDefaultsT
 from megatron_eopt.config.config import EmergingOptimizerConfig, default_values
 from megatron_eopt.config.fields import FieldType, field_types, type_of
@@ -109,10 +108,12 @@ def _check_name(path: Path, name: str, value: object) -> None:
     if name in ALLOWED:
         return
     rule, flag = "is not an optimizer setting", name.replace("_", "-")
-    near = difflib.get_close_matches(name, ALLOWED, n=3)
-    hint = "Use the name of an optimizer flag without its leading dashes"
-    if near:
-        hint = f"Did you mean {' or '.join(item.replace('_', '-') for item in near)}?"
+    hint = did_you_mean(
+        name,
+        ALLOWED,
+        "Use the name of an optimizer flag without its leading dashes",
+        shown=lambda item: item.replace("_", "-"),
+    )
     if name in _RUNS_OWN:
         rule = "belongs to the run, not to the optimizer file"
         hint = f"Pass --{flag}, or set the field in Python"

@@ -5,13 +5,12 @@ Megatron's scheduler, or the group, has rates and weight decay. Torch optimizers
 own, which :func:`own_arguments` finds out.
 """
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.errors import ConfigurationError, did_you_mean
 from megatron_eopt.base.names import RATES
 from megatron_eopt.config.fields import FieldType, constructor_parameters, type_of
 from megatron_eopt.config.values import read_value
@@ -71,10 +70,12 @@ def _check_name(optimizer: str, name: str, value: object, known: Sequence[str]) 
             f"{optimizer}, which updates these parameters, and Megatron's scheduler have no such "
         )
         rule += "setting"
-        near = difflib.get_close_matches(name, [*known, *sorted(RATES)], cutoff=0.75)
-        hint = f"Use one of {', '.join(known)}, or let the key match other parameters"
-        if near:
-            hint = f"Did you mean {' or '.join(map(repr, near))}?"
+        hint = did_you_mean(
+            name,
+            [*known, *sorted(RATES)],
+            f"Use one of {', '.join(known)}, or let the key match other parameters",
+            cutoff=0.75,
+        )
         raise ConfigurationError(argument, value, rule, hint)
 
 
