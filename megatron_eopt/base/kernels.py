@@ -79,10 +79,11 @@ class Family:
         # a fake tensor may claim to be on a GPU that this machine lacks
         if is_fake(tensor):
             return is_on()
-        if not (_is_on_gpu(tensor) and is_on()):
-            return False
-        device = tensor.device
-        return device not in self._excluded and self.fault(device) is None
+        return tensor.is_cuda and self.work_on(tensor.device)
+
+    def work_on(self, device: torch.device) -> bool:
+        """Return whether the kernels are on and give right results on a GPU."""
+        return is_on() and device not in self._excluded and self.fault(device) is None
 
     def fault(self, device: torch.device, *, warns: bool = True) -> str | None:
         """Return what is wrong with the kernels on a device, None if nothing is; checked once."""
@@ -250,10 +251,6 @@ def _is_near(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     off = (found - wanted).nan_to_num().abs().amax()
     most = tolerance * wanted.nan_to_num().abs().amax()
     return torch.equal(found.isnan(), wanted.isnan()) and bool(off <= most)
-
-
-def _is_on_gpu(tensor: Tensor) -> bool:
-    return tensor.is_cuda
 
 
 def _text(error: BaseException) -> str:

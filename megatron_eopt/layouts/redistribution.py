@@ -190,7 +190,8 @@ class Redistribution:
         # a view is made again only if a larger buffer has replaced the one that it shows
         buffer, view = self._views.get(name, (None, None))
         if view is None or buffer is not self.buffers.get(self._stacks[wave]):
-            view = self._stack(wave).narrow(0, start, size)
+            elements = self.plan.waves[wave].compute_elements
+            view = self._buffer(self._stacks[wave], elements).narrow(0, start, size)
             self._views[name] = self.buffers[self._stacks[wave]], view
         return view
 
@@ -215,7 +216,7 @@ class Redistribution:
         leaving: _InFlight | None = None
         for number, wave in enumerate(waves):
             assert coming is not None
-            stack = self._stack(number)
+            stack = self._buffer(self._stacks[number], wave.compute_elements)
             if side is not None:
                 side.join()
             with self._timed():
@@ -243,26 +244,20 @@ class Redistribution:
         if self._meter is not None:
             self._meter.sent += self.plan.bytes_sent
 
-    def _stack(self, wave: int) -> Tensor:
-        """Return the flat tensor in which a wave is computed."""
-        elements = self.plan.waves[wave].compute_elements
-        name = self._stacks[wave]
-        return self._buffer(name, elements, at_least=self._stack_sizes[name])
-
-    def _is_placed(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a tensor is in its place."""
-        # `load` need not use a place; then the tensor is copied like any other
-        place = self.place(name)
-        if place is None or (place.dtype, place.numel()) != (tensor.dtype, tensor.numel()):
-            return False
-        return tensor.is_contiguous() and address_of(place) == address_of(tensor)
-
     def _start_in(self, number: int, load: LoadT) -> "_InFlight":
         wave = self.plan.waves[number]
         loaded = load(number, self.plan.loads[number])
         self._sources |= {name: loaded[name] for name in self.plan.loads[number]}
         tensors = {name: self._sources[name] for name in wave.tensors}
-        self._placed |= {name: t for name, t in tensors.items() if self._is_placed(name, t)}
+        # `load` need not use a place; then the tensor is copied like any other
+        self._placed |= {
+            name: tensor
+            for name, tensor in tensors.items()
+            if (place := self.place(name)) is not None
+            and (place.dtype, place.numel()) == (tensor.dtype, tensor.numel())
+            and tensor.is_contiguous()
+            and address_of(place) == address_of(tensor)
+        }
         others = {name: t for name, t in tensors.items() if name not in self._placed}
         self._forms.update({name: (t.shape, t.dtype) for name, t in others.items()})
         stored = self._flat(others)
@@ -312,11 +307,11 @@ class Redistribution:
         work = dist.all_to_all_single(recv, send, *sizes, group=self._group, async_op=True)
         return _InFlight(stored, recv, work)
 
-    def _buffer(self, purpose: str, elements: int, *, at_least: int = 0) -> Tensor:
-        """Return the first ``elements`` of a buffer, which is made ``at_least`` so large."""
+    def _buffer(self, purpose: str, elements: int) -> Tensor:
+        """Return the first ``elements`` of a buffer."""
         # Kept between steps: asking the allocator in each would cost time and fragment memory. The
         # wave before is unpacked before its buffer is used or replaced.
-        buffer, size = self.buffers.get(purpose), max(elements, at_least)
+        buffer, size = self.buffers.get(purpose), max(elements, self._stack_sizes.get(purpose, 0))
         if buffer is None or buffer.numel() < size:
             buffer = torch.empty(size, dtype=self._dtype, device=self._device)
             self.buffers[purpose] = buffer

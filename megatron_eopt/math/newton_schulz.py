@@ -53,7 +53,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Protocol, cast
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ ReduceT = Callable[[Tensor], Tensor]
 """Sums a contiguous tensor over the ranks that share a matrix; may work in place."""
 
 
+@runtime_checkable
 class TeamSum(Protocol):
     """Sums a tensor over ranks that also divide the rows of small matrices; see Note [Teams]."""
 
@@ -100,7 +101,7 @@ def multiply_add(
         # libraries would copy the addend
         out = _result(left, right) if out is None else out
         return products.multiply(left, right, out, add, alpha=alpha, beta=beta)
-    if is_widened(left):
+    if is_widened(type(left), left.device.type, left.dtype):
         # a temporary, so the result can be written over it
         wide = None if add is None else add.float()
         total = multiply_add(left.float(), right.float(), wide, beta=beta, alpha=alpha, out=wide)
@@ -141,23 +142,18 @@ def _result(left: Tensor, right: Tensor) -> Tensor:
     return left.new_empty((*left.shape[:-1], right.shape[-1]))
 
 
-def is_widened(matrix: Tensor) -> bool:
-    """Return whether products with this matrix are computed in float32."""
-    # tensor subclasses stand for a GPU's tensors in a dry run
-    return type(matrix) is Tensor and matrix.is_cpu and not _has_instructions(matrix.dtype)
-
-
 @cache
-def _has_instructions(dtype: torch.dtype) -> bool:
-    """Return whether this CPU has matrix instructions for a dtype."""
-    if dtype.itemsize > 2:
-        return True
+def is_widened(cls: type[Tensor], device: str, dtype: torch.dtype) -> bool:
+    """Return whether products are computed in float32: on CPUs without instructions for a dtype."""
+    # tensor subclasses stand for a GPU's tensors in a dry run
+    if cls is not Tensor or device != "cpu" or dtype.itemsize > 2:
+        return False
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     # missing if torch was built without oneDNN
     supported: Callable[[], bool] = getattr(
         torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", lambda: False
     )
-    return supported()
+    return not supported()
 
 
 def normalize(
@@ -230,7 +226,7 @@ def iterate_standard(
     ``len(triples) * (4 n / m + 2) m^3`` FLOPs per matrix. With float16, ``a`` is on the diagonal of
     the small matrix, see Note [Float16 range].
     """
-    team = _team(reduce)
+    team = reduce if isinstance(reduce, TeamSum) else None
     m = x.shape[-1] if tall else x.shape[-2]
     square, polynomial = x.new_empty((2, *x.shape[:-2], m, m))
     spare = torch.empty_like(x) if spare is None else spare
@@ -357,7 +353,7 @@ def iterate_gram(
     ``x``, ``spare`` and ``last`` are as in :func:`iterate_standard`. ``reduce`` is called with the
     Gram matrix once per segment between restarts. A team also gathers, see Note [Teams].
     """
-    team = _team(reduce)
+    team = reduce if isinstance(reduce, TeamSum) else None
     spare = torch.empty_like(x) if spare is None else spare
     for start, stop in pairwise((0, *plan.restarts, len(triples))):
         wide = x.mT if tall else x
@@ -372,8 +368,3 @@ def iterate_gram(
             return last(left, right)
         x, spare = multiply_add(left, right, out=spare), x
     return x
-
-
-def _team(reduce: ReduceT | None) -> TeamSum | None:
-    # by attribute, since `reduce` may be any function that sums
-    return cast(TeamSum, reduce) if hasattr(reduce, "gather") else None

@@ -10,7 +10,7 @@ Note [Two settings]
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -60,21 +60,18 @@ def matmul_precision(
 
 def _own_values() -> dict[str, str]:
     """Return each back end's own setting for products, which may be "none"."""
-    root = _get(*_ROOT)
-    parents = _seen([_ROOT], _ALL)
-    _set(*_ROOT, root)
-    found = _seen([(backend, _ALL) for backend in _BACKENDS], _PRODUCTS)
-    for backend, value in parents.items():
-        _set(backend, _ALL, value)
-    return found
-
-
-def _seen(parents: list[tuple[str, str]], operation: str) -> dict[str, str]:
-    """Return the settings of an operation themselves; changes those of their parents."""
-    readings = []
-    for value in ("ieee", "tf32"):
-        for parent in parents:
+    before = {_ROOT: _get(*_ROOT)}
+    own: dict[str, str] = {}
+    for operation in (_ALL, _PRODUCTS):
+        # what changes with the parents is not the setting's own
+        readings = []
+        for value in ("ieee", "tf32"):
+            for parent in before:
+                _set(*parent, value)
+            readings.append([_get(backend, operation) for backend in _BACKENDS])
+        pairs = zip(_BACKENDS, *readings, strict=True)
+        own = {backend: one if one == other else "none" for backend, one, other in pairs}
+        for parent, value in before.items():
             _set(*parent, value)
-        readings.append([cast(str, _get(backend, operation)) for backend in _BACKENDS])
-    pairs = zip(_BACKENDS, *readings, strict=True)
-    return {backend: one if one == other else "none" for backend, one, other in pairs}
+        before = {(backend, operation): value for backend, value in own.items()}
+    return own

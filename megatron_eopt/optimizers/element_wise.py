@@ -61,6 +61,8 @@ class _InOnePass(torch.optim.Adam):
         """Update all parameters; return the closure's loss."""
         loss = loss_of(closure)
         for group in self.param_groups:
+            if group["amsgrad"]:
+                _add_maxima(self)
             # in the order in which torch's `_init_group` fills them: parameters, gradients, both
             # moments, maxima, step counts
             found: list[list[Tensor]] = [[] for _ in range(6)]
@@ -95,25 +97,13 @@ class ElementWiseRule(UpdateRule):
     ) -> None:
         super().__init__(type(optimizer).__name__, shards)
         self._optimizer: Any = optimizer
-        self._grad_scale: Tensor | None = None
-        self.fuses_grad_scale = isinstance(optimizer, (Adam, AdamW))
-        self.fits_beside = self.fuses_grad_scale
+        self.one_pass = optimizer if isinstance(optimizer, _InOnePass) else None
+        self.fuses_grad_scale = self.fits_beside = self.one_pass is not None
         self._init_state_fn = init_state_fn
         self._config = config
-        if isinstance(optimizer, torch.optim.Adam):
+        if isinstance(optimizer, torch.optim.Adam) and not isinstance(optimizer, _InOnePass):
             # a hook, because megatron-core's wrappers step it, too
             optimizer.register_step_pre_hook(_add_maxima)
-
-    @property
-    def grad_scale(self) -> Tensor | None:
-        """Factor on gradients; the optimizer has it too, since it may step without this rule."""
-        return self._grad_scale
-
-    @grad_scale.setter
-    def grad_scale(self, value: Tensor | None) -> None:
-        self._grad_scale = value
-        if self.fuses_grad_scale:
-            self._optimizer.grad_scale = value
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create the state of every tensor, each with its own step counter."""
@@ -153,12 +143,13 @@ class ElementWiseRule(UpdateRule):
             self._step(groups, state)
 
     def _step(self, groups: Sequence[ParamGroup], state: State) -> None:
-        if not all(all(map(state.__getitem__, group["params"])) for group in groups):
+        params = [param for group in groups for param in group["params"]]
+        if not all(map(state.__getitem__, params)):
             # a user may have cleared it
             self.init(groups, state)
         with bound(self._optimizer, groups, state) as optimizer:
             # several update rules may share one optimizer
-            self.grad_scale = self._grad_scale
+            self.scale_gradients(self.grad_scale)
             step_inside(optimizer)
 
     def _step_in_chunks(self, host: HostMemory, groups: Sequence[ParamGroup], state: State) -> None:

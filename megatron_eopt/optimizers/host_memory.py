@@ -228,13 +228,15 @@ class HostMemory:
         return alike and home.device.type == "cpu" and (home.is_pinned() or not self._pinned)
 
 
-def on_device(memories: Iterable[HostMemory | None], collect: Callable[[], None]) -> None:
+def on_device(
+    memories: Iterable[HostMemory | None], collect: Callable[..., None], *args: Any
+) -> None:
     """Call ``collect`` while off-loaded weights can get gradients on the device."""
     with ExitStack() as stack:
         for memory in memories:
             if memory is not None:
                 stack.enter_context(memory.stood_in_for())
-        collect()
+        collect(*args)
 
 
 def _stream(device: torch.device) -> Any:

@@ -262,32 +262,33 @@ class MuonRule(UpdateRule):
         nesterov: bool,
     ) -> dict[int, Tensor]:
         """Mix gradients into ``momenta``, and return directions; see ``_directions``."""
-        dtype, places = (None, {}) if outs is None else (self.exchange.dtype, outs)
-        found: dict[int, Tensor] = {}
+        sent = self.exchange.dtype
+        directions: dict[int, Tensor] = {}
         for group, members in _by_group(items.values()):
-            kept = [momenta[item.number] for item in members]
-            written = [
-                _out(momentum, places.get(item.number), dtype, nesterov)
-                for momentum, item in zip(kept, members, strict=True)
-            ]
-            for item, momentum, out in zip(members, kept, written, strict=True):
-                found[item.number] = momentum if out is None else out.view(momentum.shape)
-            sums = [
-                # A direction in a stack is computed there, so its sum is that of its matrix, or of
-                # this rank's slab, which `normalize` adds over ranks. With several matrices it is
-                # the sum of none.
-                empty_sums(out)
-                if out is not None
-                and out is places.get(item.number)
-                and len(self.shards[item.number].layouts) == 1
-                else None
-                for item, out in zip(members, written, strict=True)
-            ]
-            for item, squares in zip(members, sums, strict=True):
+            written: list[Tensor | None] = []
+            sums: list[Tensor | None] = []
+            for item in members:
+                momentum, place = momenta[item.number], (outs or {}).get(item.number)
+                rounds = outs is not None and sent.itemsize < momentum.dtype.itemsize
+                dtype = sent if rounds else momentum.dtype
+                out = squares = None
+                if place is not None and (place.dtype, place.numel()) == (dtype, momentum.numel()):
+                    out = place
+                    # A direction in a stack is computed there, so its sum is that of its matrix, or
+                    # of this rank's slab, which `normalize` adds over ranks. With several matrices
+                    # it is the sum of none.
+                    if len(self.shards[item.number].layouts) == 1:
+                        squares = empty_sums(out)
+                elif nesterov or rounds:
+                    out = torch.empty_like(momentum, dtype=dtype)
                 if squares is not None:
                     self._squares[self.exchange.first[item.number]] = squares
+                # without Nesterov, place and rounding, the momentum itself is the direction
+                directions[item.number] = momentum if out is None else out.view(momentum.shape)
+                written.append(out)
+                sums.append(squares)
             momentum_update_(
-                kept,
+                [momenta[item.number] for item in members],
                 written,
                 [item.param.grad for item in members],
                 [item.param for item in members],
@@ -299,7 +300,7 @@ class MuonRule(UpdateRule):
                 nesterov=nesterov,
                 sums=sums,
             )
-        return found
+        return directions
 
     def _update(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
@@ -354,18 +355,3 @@ def _by_group(items: Iterable[ParamWithGrad]) -> list[tuple[ParamGroup, list[Par
     for item in items:
         groups.setdefault(id(item.group), (item.group, []))[1].append(item)
     return list(groups.values())
-
-
-def _out(
-    kept: Tensor, place: Tensor | None, dtype: torch.dtype | None, nesterov: bool
-) -> Tensor | None:
-    """Return the tensor to write a direction to: its place in a stack, if dtype and size fit.
-
-    The direction is rounded to ``dtype`` if that is narrower than the momentum's. None means that
-    the momentum itself is the direction (without Nesterov, a place and rounding).
-    """
-    narrower = dtype is not None and dtype.itemsize < kept.dtype.itemsize
-    wanted = dtype if narrower else kept.dtype
-    if place is not None and (place.dtype, place.numel()) == (wanted, kept.numel()):
-        return place
-    return torch.empty_like(kept, dtype=wanted) if nesterov or narrower else None

@@ -50,6 +50,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._complete = False
         super().__init__([{"params": []}], {})
         self.param_groups = list(groups)
+        self._number_of_groups = len(self.param_groups)
         places = [own for _, own in served]
         self.assigned = [
             AssignedRule(rule, self, own, is_shared=places.count(own) > 1, lends=self.lends)
@@ -59,7 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shard_of = {shard.param: shard for rule in self.update_rules for shard in rule.shards}
         self.shards = [shard_of[param] for param in params if param in shard_of]
         self.names: dict[Tensor, str] = {}  # of the tensors that are stepped
-        self._seen: list[list[int]] = []  # the tensors of each group, by their ids
+        self._seen: list[list[int]] = []  # the tensors of each group in the last step, by their ids
         # of the main optimizer: what schedulers such as OneCycleLR look up
         self.defaults = {k: v for g in self.param_groups[:1] for k, v in g.items() if k != "params"}
         self._side = SideStream()
@@ -69,7 +70,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def attach(self) -> None:
         """Take up which tensors are stepped, and tell update rules where they are in the groups."""
         self.names = {shard.main: shard.name for shard in self.shards if shard.main is not None}
-        self._seen = self._ids()
         for item in self.assigned:
             item.attach()
 
@@ -160,18 +160,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigurationError: If a parameter stands where no update rule updates it.
         """
-        if len(self.param_groups) != len(self._seen):
-            raise fixed("param_groups", f"{len(self.param_groups)} groups")
-        if self._ids() == self._seen:
+        now = [[id(param) for param in group["params"]] for group in self.param_groups]
+        if now == self._seen:
             return
+        if len(now) != self._number_of_groups:
+            raise fixed("param_groups", f"{len(now)} groups")
         if strangers := self._strangers():
             rule = "not where they were when the optimizer was built, so no step would update them"
             hint = "Build the optimizer again after the model or its groups have changed"
             raise ConfigurationError("param_groups", ", ".join(strangers[:8]), rule, hint)
         self.attach()
-
-    def _ids(self) -> list[list[int]]:
-        return [[id(param) for param in group["params"]] for group in self.param_groups]
+        self._seen = now
 
     def _strangers(self) -> list[str]:
         """Return what is where no update rule updates it, and what a rule misses, in words."""

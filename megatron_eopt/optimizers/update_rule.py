@@ -102,9 +102,10 @@ class UpdateRule:
     # must not call collectives
     fits_beside = False
     fuses_grad_scale = False  # whether it applies clipping itself, by :attr:`grad_scale`
-    # factor on gradients, a 0-D tensor; nan skips the step, None is 1; the chain sets it for a step
-    # (`clipped` of wrappers/gradients.py)
+    # factor on gradients, a 0-D tensor; nan skips the step, None is 1; set by `scale_gradients`
     grad_scale: Tensor | None = None
+    # its optimizer, if that has a `grad_scale` of its own, as it may step without this rule
+    one_pass: Any = None
     optional_state: frozenset[str] = frozenset()  # kinds of state that a checkpoint may lack
 
     def __init__(self, name: str, shards: Sequence[ParamShard]) -> None:
@@ -181,6 +182,12 @@ class UpdateRule:
 
     def forget_state(self, number: int) -> None:
         """Clear the state of a parameter's matrices, if this rank has it by :attr:`owned_state`."""
+
+    def scale_gradients(self, factor: Tensor | None) -> None:
+        """Set :attr:`grad_scale`, as the chain does for a step (``clipped`` of gradients.py)."""
+        self.grad_scale = factor
+        if self.one_pass is not None:
+            self.one_pass.grad_scale = factor
 
     def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
         """Set all step counters to ``steps``, to continue another run."""

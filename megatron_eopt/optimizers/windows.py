@@ -59,7 +59,7 @@ class WindowedMuonRule(MuonRule):
     def precompute(self, window: int, groups: Sequence[ParamGroup], state: State) -> None:
         """Compute a window's updates from its gradients, without applying them; collective."""
         # the norm is not known yet: if it asks for clipping, the updates are dropped
-        self.grad_scale = None
+        self.scale_gradients(None)
         items = self._items_of(window, groups, state)
         read = list(items.values())
         self._seen[window] = read, self._read(read)

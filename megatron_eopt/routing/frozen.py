@@ -25,7 +25,7 @@ class Frozen:
         chunks = [chunk for chunk in model_chunks if isinstance(chunk, nn.Module)]
         # by module and name, because FSDP replaces parameters by other objects
         self._updated: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-        self._params = []
+        self.params = []  # those that were frozen, with names and modules
         for modules in (dict(chunk.named_modules()) for chunk in chunks):
             plain = renamed_paths(modules)
             for path, module in modules.items():
@@ -34,14 +34,14 @@ class Frozen:
                         self._updated.setdefault(module, set()).add(leaf)
                     elif param is not None:
                         item = (joined(plain[path], leaf), ref(module), leaf, ref(param))
-                        self._params.append(item)
+                        self.params.append(item)
         Frozen._of_optimizers.add(self)
 
     def warn(self) -> None:
         """Log one warning that names the parameters that have been unfrozen since the last call."""
-        names = [item[0] for item in self._params if self._is_trainable(*item[1:])]
+        names = [item[0] for item in self.params if self._is_trainable(*item[1:])]
         if names:
-            self._params = [item for item in self._params if item[0] not in names]
+            self.params = [item for item in self.params if item[0] not in names]
             logger.warning(
                 "%s: frozen when the optimizer was built, so it does not update them although they "
                 "are trainable now. Build the optimizer again to train them.",

@@ -183,7 +183,7 @@ class OptimizerChain(ChainedOptimizer):
             norms = self.norms(None if self._overlap is None else self._overlap.join())
             check = None if self.step_checks is None else self.step_checks.due(self._steps_done)
             # the host of a step that is checked waits anyway
-            late = check is None and self._may_read_late(norms)
+            late = self.reads_norms_late and check is None and self._may_read_late(norms)
             found: Any = norms[None].value if late else self._read(norms)
             if self._overlap is not None and self._overlap.has_looked:
                 # with the verdict on the norm, the host launches one of two ways to step
@@ -235,11 +235,7 @@ class OptimizerChain(ChainedOptimizer):
     def _may_read_late(self, norms: Mapping[str | None, GradNorm]) -> bool:
         """Return whether a step can run before the host knows its norms."""
         reads = len(norms) > 1 or math.isfinite(self.settings.original.grad_norm_skip_threshold)
-        return (
-            self.reads_norms_late
-            and not reads
-            and all(map(fuses_grad_scale, self.chained_optimizers))
-        )
+        return not reads and all(map(fuses_grad_scale, self.chained_optimizers))
 
     def _expects_no_clipping(self, margin: float) -> bool:
         """Return whether gradients will probably not be clipped; the same on all ranks."""
@@ -255,7 +251,8 @@ class OptimizerChain(ChainedOptimizer):
     def step_with_ready_grads(self) -> bool:
         """Step all optimizers, then gather parameters unless the forward pass does."""
         check_may_step(self)
-        self._frozen.warn()
+        if self._frozen.params:
+            self._frozen.warn()
         self._found_inf = None
         if self._overlap is not None:
             # gathers each bucket itself

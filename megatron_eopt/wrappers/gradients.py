@@ -205,37 +205,29 @@ def clipped(
         fold: Whether update rules that support it clip while they read gradients.
     """
     factors = {name: norm.factor(most) for name, norm in norms.items()}
-    for update_rule in rules_of(storages):
-        update_rule.grad_scale = None
+    # a factor of 1 is skipped, unless only the device knows it
+    applied = {n for n, f in factors.items() if passes.KERNELS.runs(f) or float(f) != 1.0}
+    clips = most > 0 and bool(applied)
+    by_norm: dict[str | None, list[Tensor]] = {}
+    rules = list(rules_of(storages))
+    for update_rule in rules:
+        folded = None
         if fold and update_rule.fuses_grad_scale:
             # `factor(0)` is 1, or NaN if the norm is not finite, so that the rule writes nothing
-            factor = factors[None] if update_rule.is_clipped else norms[None].factor(0.0)
-            update_rule.grad_scale = factor if _counts(factor) else None
-    if most > 0 and any(map(_counts, factors.values())):
-        by_norm: dict[str | None, list[Tensor]] = {}
-        for param in _scaled(storages):
-            if param.grad is not None:
-                name = getattr(param, NORM_GROUP, None)
-                by_norm.setdefault(name, []).append(local_of(param.grad).detach())
-        for name, grads in by_norm.items():
-            if _counts(factors[name]):
-                # torch._foreach_mul_ would make the host wait for the tensor of shape ()
-                torch.ops.aten._foreach_mul_.Tensor(grads, factors[name])
+            folded = factors[None] if update_rule.is_clipped else norms[None].factor(0.0)
+        update_rule.scale_gradients(folded)
+        if clips and update_rule.is_clipped and folded is None:
+            for param in update_rule.params:
+                if param.grad is not None:
+                    name = getattr(param, NORM_GROUP, None)
+                    by_norm.setdefault(name, []).append(local_of(param.grad).detach())
+    for name, grads in by_norm.items():
+        factor = factors[name]
+        if name in applied:
+            # torch._foreach_mul_ would make the host wait for the tensor of shape ()
+            torch.ops.aten._foreach_mul_.Tensor(grads, factor)
     try:
         yield
     finally:
-        for update_rule in rules_of(storages):
-            update_rule.grad_scale = None
-
-
-def _counts(factor: Tensor) -> bool:
-    """Return whether to multiply by a factor; a factor on the CPU is skipped if it is 1."""
-    return passes.KERNELS.runs(factor) or float(factor) != 1.0
-
-
-def _scaled(storages: Sequence[Storage]) -> Iterator[Tensor]:
-    """Yield the stored tensors whose gradients are clipped before the step."""
-    for storage in storages:
-        for update_rule in storage.update_rules:
-            if update_rule.is_clipped and update_rule.grad_scale is None:
-                yield from update_rule.params
+        for update_rule in rules:
+            update_rule.scale_gradients(None)

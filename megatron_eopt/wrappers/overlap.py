@@ -129,7 +129,7 @@ class Overlap:
                 group.grad_reduce_handle.wait()
             for window in self._windows[group]:
                 if window.is_early:
-                    window.storage.take_gradients(window.shards)
+                    window.storage.collect_gradients(window.shards)
                     with window.assigned.groups_and_state() as (groups, state):
                         window.update_rule.precompute(window.number, groups, state)
 

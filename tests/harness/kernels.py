@@ -125,13 +125,10 @@ def interpreted_kernels(
 @contextmanager
 def checked_kernels(changed: Mapping[str, Path] | None = None) -> Iterator[None]:
     """Let their self-check decide which kernels the interpreter runs in the block."""
-    runs = kernels.Family.runs
     capable = mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))
-    everywhere = mock.patch.object(kernels, "_is_on_gpu", return_value=True)
     with (
-        everywhere,
         capable,
-        interpreted_kernels(runs, changed),
+        interpreted_kernels(lambda family, tensor: family.work_on(tensor.device), changed),
         mock.patch.object(kernels, "_wanted", True),
     ):
         for family in kernels.FAMILIES.values():

@@ -123,17 +123,10 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
             if isinstance(buffer, AllReducedBuffer) and (now or not buffer.gathered_by_hooks):
                 buffer.gather()
 
-    def collect_gradients(self) -> None:
-        """Hand this step's gradients to the stepped tensors."""
-        self.take_gradients(self.shards)
-
-    # megatron-core's wrapper calls it by this name, if a member of a chain steps alone
-    _copy_model_grads_to_main_grads = collect_gradients
-
     @torch.no_grad()
-    def take_gradients(self, shards: Iterable[ParamShard]) -> None:
-        """Hand the gradients of some stored shards to the tensors that are stepped."""
-        for shard in shards:
+    def collect_gradients(self, shards: Iterable[ParamShard] | None = None) -> None:
+        """Hand this step's gradients to the stepped tensors, all or those of some shards."""
+        for shard in self.shards if shards is None else shards:
             param, main = shard.param, shard.main
             grad: Any = getattr(param, "main_grad", None)
             if grad is None or not grad.is_contiguous():
@@ -146,6 +139,9 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
                 known = (grad, address_of(grad), shard.held_of(grad))
                 self._gradients[param] = known
             main.grad = known[2].float()
+
+    # megatron-core's wrapper calls it by this name, if a member of a chain steps alone
+    _copy_model_grads_to_main_grads = collect_gradients
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return main weights with the model's; none if the model's are fp8 or fp4."""

@@ -69,7 +69,7 @@ def as_on_gpus() -> Iterator[None]:
     """
     kernels = (*(f"math.triton_{name}" for name in KERNELS), "layouts.block_copies")
     with (
-        patch.object(newton_schulz, "is_widened", lambda matrix: False),
+        patch.object(newton_schulz, "is_widened", lambda *_: False),
         patch.object(scalar, "detect_fake_mode", lambda: True),
         patch.object(Family, "runs", serve_all),
         patch.dict(sys.modules, {f"megatron_eopt.{name}": NoKernels() for name in kernels}),

@@ -18,7 +18,7 @@ def test_a_step_with_a_coefficient_of_nan_changes_nothing():
     before, weight = copy.deepcopy(optimizer.state[param]), param.detach().clone()
     assert int(before["step"]) == 1
     for rule in optimizer.plan():
-        rule.grad_scale = torch.tensor(math.nan)
+        rule.scale_gradients(torch.tensor(math.nan))
         rule.step(optimizer.param_groups, optimizer.state)
     assert torch.equal(param, weight)
     for key, value in before.items():

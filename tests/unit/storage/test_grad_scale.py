@@ -58,7 +58,7 @@ def stepped(case: Case, way: int) -> dict[str, Any]:
                 for main in update_rule.params:
                     main.grad.mul_(factor)
             else:
-                update_rule.grad_scale = factor
+                update_rule.scale_gradients(factor)
     # update rules write the model's weights as well: nobody has to copy them
     copied = patch.object(Storage, "copy_mains", lambda *_: None)
     with interpreted_passes() if way == KERNELS else nullcontext(), copied:

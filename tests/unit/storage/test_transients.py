@@ -37,7 +37,7 @@ def peak(case: Case) -> int:
     optimizer.zero_grad()
     inject(case.run, chunk, 1)
     # as on a GPU, where no product is widened
-    with patch.object(newton_schulz, "is_widened", lambda _: False), LiveBytes() as seen:
+    with patch.object(newton_schulz, "is_widened", lambda *_: False), LiveBytes() as seen:
         optimizer.step()
     return seen.peak
 
