@@ -72,6 +72,36 @@ def test_a_changed_value_is_found_if_every_byte_is_read(tmp_path):
     assert checkpoints.checked(folder, every_byte=True) == folder
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_some_files_of_another_save_are_refused_and_all_are_a_later_save(tmp_path, caplog, count):
+    first, second = folders = tmp_path / "first", tmp_path / "second"
+    for number, folder in enumerate(folders):
+        values = {f"weight{n}": torch.full((300,), float(number)) for n in range(3)}
+        with checkpoints.replacing(folder) as path:
+            writer = dcp.FileSystemWriter(path, thread_count=3)
+            dcp.save(values, storage_writer=writer, no_dist=True)
+    names = sorted(path.name for path in first.iterdir() if path.name != LIST)
+    assert len(names) == 4
+    for name in names[:count]:
+        shutil.copy(second / name, first)
+    if count < len(names):
+        with pytest.raises(CheckpointError, match="is not the file"):
+            checkpoints.checked(first)
+    else:
+        assert checkpoints.checked(first) == first
+        assert "all files are of a later save" in caplog.text
+
+
+def test_the_only_file_of_a_checkpoint_must_be_its_own(tmp_path):
+    name = "mp_rank_00/model_optim_rng.pt"
+    with checkpoints.replacing(tmp_path / "model") as path:
+        (path / name).parent.mkdir()
+        torch.save({"iteration": 1}, path / name)
+    torch.save({"iteration": 2}, tmp_path / "model" / name)
+    with pytest.raises(CheckpointError, match="is not the file"):
+        checkpoints.checked(tmp_path / "model")
+
+
 def load_mixed(first: Path, second: Path, delayed: bool) -> list[tuple[str, str]]:
     """Save twice, load with each file of the other save, then as it was; return the errors."""
     training = Training(True, "muon")

@@ -75,8 +75,8 @@ def _remove_a_part_first(counted: Callable[..., Callable[..., object]]) -> Calla
 
     def run(folder: Path, **_: object) -> None:
         for path in sorted(folder.rglob("*.distcp"))[:1]:
-            counted(Path.unlink)(path)
-        remove(folder, ignore_errors=True)
+            path.unlink()
+        counted(remove)(folder, ignore_errors=True)
 
     return run
 

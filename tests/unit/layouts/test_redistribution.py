@@ -190,6 +190,18 @@ def test_a_step_after_one_that_failed_takes_nothing_from_it():
     assert torch.equal(results["w"], 2 * ones)
 
 
+def test_what_a_tensor_has_after_its_matrices_gets_zeros():
+    """The last rows of a rank may be padding, which no update may change."""
+    matrix = Matrix("w", Layout.whole((3, 2), 0), Layout.whole((3, 2), 0))
+    torch.use_deterministic_algorithms(True)  # new memory is full of nan
+    try:
+        engine = Redistribution([matrix], [[0]])
+        result = run(engine, {"w": torch.ones(4, 2)}, double_and_record({}))["w"]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert result.tolist() == [[2, 2], [2, 2], [2, 2], [0, 0]]
+
+
 def differing_lists():
     # rank 1 of 4 believes in another owner
     owner = 2 if dist.get_rank() == 1 else 0

@@ -8,6 +8,7 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.math.moments import normuon_
 from megatron_eopt.matrices import gated
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from tests.reference.adaptive_muon import AdaptiveReference
@@ -227,3 +228,15 @@ def test_16_bit_parameters_stay_finite_and_keep_their_dtype(method, dtype, momen
 def test_namo_refuses_l2_weight_decay():
     with pytest.raises(ConfigurationError, match=r"moment2_method='namo'.*l2"):
         build("namo", weight_decay_method="l2")
+
+
+@pytest.mark.parametrize("columns", [slice(2), slice(2, 6)])
+def test_a_part_of_a_square_matrix_gets_what_the_whole_one_gets(columns):
+    """Its rows are summed over the ranks that share them, and give the norms of all of it."""
+    update, moment2 = torch.randn(1, 6, 6), torch.rand(1, 6, 1)
+    part, of_part = update[..., columns].clone(), moment2.clone()
+    others = update.square().sum(-1, keepdim=True) - part.square().sum(-1, keepdim=True)
+    normuon_(update, moment2, 0.9, 1e-8, 1.0, shape=(6, 6))
+    normuon_(part, of_part, 0.9, 1e-8, 1.0, shape=(6, 6), reduce=others.add)
+    torch.testing.assert_close(of_part, moment2)
+    torch.testing.assert_close(part, update[..., columns])

@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig, ParamKey
+from megatron.core.transformer.moe.router import Router
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, register_optimizer
 from megatron_eopt.config import registry
-from tests.unit.routing.toy import groups_of, routes_of
+from tests.unit.routing.toy import Toy, groups_of, routes_of
 
 
 def muon(**fields):
@@ -37,6 +38,31 @@ def test_matrices_go_to_muon_and_the_rest_to_the_scalar_optimizer(cls):
 
 def test_adam_takes_everything():
     assert {r.optimizer for r in routes_of(OptimizerConfig(lr=0.1)).values()} == {"adam"}
+
+
+class Gate(Router):
+    """A router without its process group."""
+
+    routing = forward = None
+
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+        self.weight = torch.nn.Parameter(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (muon(), "muon"),
+        (muon(muon_orthogonalize_router=False), "adam"),
+        (OptimizerConfig(optimizer="muon", lr=0.1), "muon"),  # which has no such field
+        (EmergingOptimizerConfig(optimizer="soap", lr=0.1), "soap"),
+    ],
+)
+def test_a_router_goes_to_the_scalar_optimizer_only_if_a_setting_says_so(config, expected):
+    routes = routes_of(config, model=torch.nn.ModuleDict({"toy": Toy(), "router": Gate()}))
+    assert routes["router.weight"].optimizer == expected
+    assert routes["toy.first.weight"].optimizer == config.optimizer
 
 
 def test_an_override_routes_any_parameter_to_any_optimizer():

@@ -10,7 +10,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 
+from megatron_eopt import checkpoints
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers.gradients import GradNorm
@@ -287,25 +289,38 @@ def weights_saved(case: Case, folder: str) -> Result:
     return Result(weights(case.run, chunk), [])
 
 
-def weights_loaded(case: Case, folder: str) -> Result:
-    return Result(weights(case.run, resume(case, folder)[0]), [])
+def weights_loaded(case: Case, folder: str, read: Any = checkpoints.load) -> Result:
+    return Result(weights(case.run, resume(case, folder, read)[0]), [])
 
 
 @pytest.mark.parametrize(
-    ("dtype", "storage"),
-    [(torch.bfloat16, {}), (torch.float32, {}), (torch.float32, PLAIN)],
-    ids=["bf16", "float32", "float32 without main weights"],
+    ("dtype", "storage", "read"),
+    [
+        (torch.bfloat16, {}, checkpoints.load),
+        # which knows nothing of rows: the model's weights are those of the main weights then
+        (torch.bfloat16, {}, dist_checkpointing.load),
+        (torch.bfloat16, PLAIN, dist_checkpointing.load),
+        (torch.float32, {}, checkpoints.load),
+        (torch.float32, PLAIN, checkpoints.load),
+    ],
+    ids=[
+        "bf16",
+        "bf16 by megatron-core",
+        "copies in bf16 by megatron-core",
+        "float32",
+        "float32 without main weights",
+    ],
 )
 @pytest.mark.parametrize(
     ("before", "after"),
     [({"gtp": 2}, {}), ({}, {"gtp": 2}), pytest.param({"gtp": 2}, {"tp": 2}, marks=LONG)],
 )
-def test_gate_and_up_are_loaded_from_where_they_are(tmp_path, before, after, dtype, storage):
+def test_gate_and_up_are_loaded_from_where_they_are(tmp_path, before, after, dtype, storage, read):
     """megatron-core's own state has their rows in the order of one size of the group."""
     model = {**BF16, "gated": True, "dtype": dtype}
     case = Case("muon", model, before, ddp=storage, config=storage)
     saved = run_ranks(2 if before else 1, weights_saved, case, str(tmp_path))
     whole = run_ranks(1, weights_loaded, replace(case, parallel={}), str(tmp_path))[0]
     after_load = replace(case, parallel=after)
-    found = run_ranks(2 if after else 1, weights_loaded, after_load, str(tmp_path))
+    found = run_ranks(2 if after else 1, weights_loaded, after_load, str(tmp_path), read)
     assert deviation(saved, whole) == deviation(found, whole) == 0
