@@ -498,6 +498,6 @@ class OptimizerChain(ChainedOptimizer):
         self.skipped_steps += 1
         if self._overlap is not None:
             self._overlap.forget()
-        found = non_finite(self.chained_optimizers, names_in(self._named_chunks), norms)
+        found = non_finite(names_in(self._named_chunks), norms)
         # all gradients can be finite while the sum of their squares overflows float32
         raise NonFiniteError("gradients" if found else "norm", sorted(found) or ["all gradients"])

@@ -82,7 +82,9 @@ class GradNorm:
         ``copies_may_differ``, the norm is the largest of all ranks, or NaN if one of them is.
         """
         self.flag = torch.zeros((), device="cuda") if flag is None else flag
-        self._of_each: list[tuple[list[Any], Tensor]] = []  # gradients or addresses, their norms
+        self._optimizers = optimizers
+        # gradients, or their parameters once the norm is sent, and their norms
+        self._of_each: list[tuple[list[Tensor | None], Tensor]] = []
         self.groups: list[
             distributed.ProcessGroup | None
         ] = []  # over which it is summed; None is the world
@@ -108,7 +110,7 @@ class GradNorm:
             # norms of single gradients are kept, so that an error can name those that are not
             # finite
             norms = torch.stack([norm.float() for norm in torch._foreach_norm(local)])
-            self._of_each.append((local, norms))
+            self._of_each.append((list(local), norms))
             square = norms.norm().square()
         summed = torch.stack([square, self.flag])
         # the group of DTensors has only model-parallel ranks, so their mesh comes first, as in
@@ -130,10 +132,8 @@ class GradNorm:
 
     def send(self) -> None:
         """Start to copy the norm to the host for :meth:`read`, and release the gradients."""
-        is_first, self._sent = self._sent is None, HostCopy(self.value)
-        if is_first and self.value.is_cuda:
-            # addresses are enough to name parameters, since DDP's gradient buffers do not move
-            self._of_each = [([g.data_ptr() for g in grads], n) for grads, n in self._of_each]
+        self._of_each = self._of_params()
+        self._sent = HostCopy(self.value)
 
     def read(self) -> float:
         """Return the norm; blocks the host."""
@@ -144,14 +144,28 @@ class GradNorm:
         norm, flag = HostCopy(torch.stack([self.value, self.flag.to(self.value.dtype)])).read()
         return norm, flag
 
-    def non_finite(self) -> set[int]:
-        """Return the addresses of this rank's gradients whose norms are not finite."""
-        return {
-            grad.data_ptr() if isinstance(grad, Tensor) else grad
-            for grads, norms in self._of_each
-            for grad, norm in zip(grads, norms.tolist(), strict=True)
-            if not math.isfinite(norm)
+    def _of_params(self) -> list[tuple[list[Tensor | None], Tensor]]:
+        """Return the parameters of gradients, and the norms of these."""
+        if self._sent is not None:
+            return self._of_each
+        params = {
+            local_of(grad).data_ptr(): param
+            for optimizer in self._optimizers
+            for param, grad in named_gradients(optimizer)
         }
+        return [
+            ([params.get(grad.data_ptr()) for grad in grads if grad is not None], norms)
+            for grads, norms in self._of_each
+        ]
+
+    def non_finite(self) -> list[Tensor]:
+        """Return this rank's parameters whose gradients have norms that are not finite."""
+        return [
+            param
+            for params, norms in self._of_params()
+            for param, norm in zip(params, norms.tolist(), strict=True)
+            if param is not None and not math.isfinite(norm)
+        ]
 
     def factor(self, most: float) -> Tensor:
         """Return ``min(1, most / (norm + 1e-6))``, float32 of shape () on the device.
@@ -164,16 +178,12 @@ class GradNorm:
         return (scale + (self.value - self.value)).float()
 
 
-def non_finite(
-    optimizers: Sequence[Any], names: Mapping[Tensor, str], norms: Sequence[GradNorm]
-) -> set[str]:
+def non_finite(names: Mapping[Tensor, str], norms: Sequence[GradNorm]) -> set[str]:
     """Return the global names of parameters with non-finite gradients; collective, on all ranks."""
-    faulty = set[int]().union(*(norm.non_finite() for norm in norms))
     found = {
         global_name(param, names.get(param, "a parameter"))
-        for optimizer in optimizers
-        for param, grad in named_gradients(optimizer)
-        if local_of(grad).data_ptr() in faulty
+        for norm in norms
+        for param in norm.non_finite()
     }
     # each group passes the names on to the next, so that they get to all ranks
     for group in dict.fromkeys(group for norm in norms for group in norm.groups):

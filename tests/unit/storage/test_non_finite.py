@@ -185,7 +185,8 @@ def values(chunk: Any, optimizer: Any) -> list[torch.Tensor]:
 
 def read_late(late: bool, fields: dict[str, Any], storage: bool, bad: float) -> dict[str, Any]:
     """Step with good gradients, with clipped ones, with a bad one, and with good ones again."""
-    run = Run(**fields, ddp={"use_distributed_optimizer": storage})
+    of_ddp = {"use_distributed_optimizer": storage, **fields.get("ddp", {})}
+    run = Run(**fields | {"ddp": of_ddp})
     chunk = make_chunk(run)
     given = {"optimizer": "muon", "lr": 0.01, "use_distributed_optimizer": storage}
     config = EmergingOptimizerConfig(**given | fields.get("config", {}))
@@ -214,6 +215,8 @@ LATE: dict[str, tuple[bool, dict[str, Any]]] = {
     "sharded, fp32": (True, {}),
     "sharded, bf16": (True, BF16),
     "replicated, bf16": (False, BF16),
+    # copies of gradients in float32 live for one step
+    "bf16 gradients": (True, BF16 | {"ddp": {"grad_reduce_in_fp32": False}}),
     **{
         f"momentum in {dtype}": (True, {"config": {"muon_momentum_dtype": dtype}})
         for dtype in ("bf16", "int8")
@@ -231,6 +234,7 @@ LATE: dict[str, tuple[bool, dict[str, Any]]] = {
     mostly_long(
         [*((case, math.nan) for case in LATE), ("sharded, fp32", math.inf)],
         ("replicated, bf16", math.nan),
+        ("bf16 gradients", math.nan),
         ("momentum in int8", math.nan),
         ("off-loaded", math.nan),
     ),
