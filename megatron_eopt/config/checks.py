@@ -318,7 +318,8 @@ def refuse_for_overlap(config: Any, parts: Iterable[Any] = (), *, is_served: boo
 
     ``parts`` are the configurations of DDP and of the model.
     """
-    rules = [] if is_served else ["needs optimizer='muon' and use_distributed_optimizer=True"]
+    of_muon = "needs get_megatron_optimizer, optimizer='muon' and use_distributed_optimizer=True"
+    rules = [] if is_served else [of_muon]
     wanted: list[tuple[Any, ...]] = [(config, *item) for item in _FOR_OVERLAP.items()]
     wanted += [(part, *item) for part in parts for item in _FOR_BUCKETS.items()]
     rules += [f"needs {n}={value!r}" for it, n, value in wanted if getattr(it, n, value) != value]

@@ -113,7 +113,8 @@ class MuonRule(UpdateRule):
 
     def measure(self, stats: StepStats | None) -> None:
         """Measure the following steps with ``stats``; None stops measuring."""
-        super().measure(stats)
+        for exchange in self.exchanges:
+            exchange.redistribution.measure(None if stats is None else stats.meter)
         self._stats = stats
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:

@@ -102,7 +102,11 @@ def zero1_storages(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list[Z
     """
     if sharding.settings.config.muon_overlap_dp_comm:
         parts = [part for chunk in sharding.chunks for part in (chunk.ddp_config, chunk.config)]
-        raise_together(lambda: refuse_for_overlap(sharding.settings.config, parts))
+        # which optimizer a user has built is not known by a name
+        served = any(spec.name == "muon" for spec in specs)
+        raise_together(
+            lambda: refuse_for_overlap(sharding.settings.config, parts, is_served=served)
+        )
     buffers = [buffer for item in sharding.sets for buffer in item.all_buffers]
     groups = [group for spec in specs for group in spec.groups]
     raise_together(lambda: check_buffers(buffers, groups, sharding.names))

@@ -17,6 +17,7 @@ MODES = [
     "reuse_grad_buf_for_mxfp8_param_ag",
     "optimizer_cuda_graph",
     "overlap_param_gather_with_optimizer_step",
+    "muon_overlap_dp_comm",
 ]
 
 

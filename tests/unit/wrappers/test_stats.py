@@ -133,6 +133,24 @@ def test_a_watched_step_is_one_that_is_not():
     assert all(map(torch.equal, seen, plain))
 
 
+def sent_bytes(config: dict[str, Any]) -> float:
+    """Return how many bytes a step has sent to compute matrices; it overlaps nothing itself."""
+    flags = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000}
+    case = Case(model=DENSE, ddp={"use_distributed_optimizer": True, **flags}, config=config)
+    chunk, optimizer = build(case)
+    optimizer.collects_stats = True
+    steps(case, chunk, optimizer, 0, 1)
+    return optimizer.stats()[f"{MUON}/exchange-bytes"]
+
+
+def test_all_windows_of_an_overlapped_step_are_measured():
+    gathers = {"overlap_param_gather": True}
+    plain = run_ranks(2, sent_bytes, gathers)
+    overlapped = run_ranks(2, sent_bytes, gathers | {"muon_overlap_dp_comm": True})
+    # matrices have other owners in windows, but all of them are sent somewhere
+    assert sum(overlapped) > 0.5 * sum(plain) > 0
+
+
 def skips() -> list[tuple[float, bool]]:
     """Return the steps skipped so far, and whether an update was seen, after each of three."""
     case = Case(model=DENSE, config={"log_optimizer_stats": True, "grad_norm_skip_threshold": 1e4})
