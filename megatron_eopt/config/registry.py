@@ -266,7 +266,10 @@ def state_layout_of(name: str) -> StateLayoutT:
     if name in STANDARD_OPTIMIZERS:
         return "element_wise"
     entry = entry_of(name)
-    return "matrix_update" if steps_in_pieces(entry.optimizer_cls) else entry.state_layout
+    if steps_in_pieces(entry.optimizer_cls):
+        return "matrix_update"
+    # a class that cannot update shards gets whole matrices, whatever it was registered as
+    return "element_wise" if entry.state_layout == "element_wise" else "matrix_state"
 
 
 def is_muon(name: str) -> bool:

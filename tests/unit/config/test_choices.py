@@ -17,7 +17,14 @@ from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.arguments.flags import choices_of_trainer_flags
 from megatron_eopt.config.config_file import load_optimizer_config
 from megatron_eopt.config.fields import constructor_parameters, field_types, type_of
-from megatron_eopt.config.registry import entry_of, optimizer_names, prefixes_of
+from megatron_eopt.config.registry import (
+    EmergingOptimizerEntry,
+    entry_of,
+    optimizer_names,
+    prefixes_of,
+    registered,
+)
+from megatron_eopt.config.settings import resolve
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.math import coefficient_names
 from tests.unit.fsdp2.model import eager
@@ -157,3 +164,11 @@ def test_coefficients_that_diverge_in_an_iteration_of_a_class_are_refused(optimi
     error = outcome(optimizer, {name: "cans"})
     assert error.startswith(f"{name}='cans': diverges with fp32_matmul_prec='medium'")
     assert not outcome(optimizer, {name: "cans", f"{optimizer}_fp32_matmul_prec": "highest"})
+
+
+@pytest.mark.parametrize("layout", ["matrix_state", "matrix_update"])
+def test_a_class_that_cannot_update_shards_gets_whole_matrices_of_fused_weights(layout: Any) -> None:
+    entry = EmergingOptimizerEntry(torch.optim.Adagrad, state_layout=layout)
+    with registered("own", entry):
+        config = EmergingOptimizerConfig(optimizer="own", lr=0.1, use_distributed_optimizer=True)
+        assert resolve(config).splits_weights_of("own")
