@@ -1,10 +1,9 @@
 """Makes docs/reference/benchmarks.md from the figures in docs/benchmarks/*.json.
 
-    python -m benchmarks.page [--count] [--check]
+    python -m benchmarks.page [--count]
 
 With ``--count``, the models of the page's section "Counted" are counted again before, and written
-to docs/benchmarks/counted.json. With ``--check`` nothing is written, and the exit code is 1 if the
-page is not what the figures say.
+to docs/benchmarks/counted.json.
 """
 
 import json
@@ -478,15 +477,7 @@ def count() -> None:
     (FIGURES / "counted.json").write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def main() -> int:
+if __name__ == "__main__":
     if "--count" in sys.argv:
         count()
-    text = page()
-    if "--check" in sys.argv:
-        return int(TARGET.read_text() != text)
-    TARGET.write_text(text)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    TARGET.write_text(page())

@@ -1,17 +1,14 @@
-"""Write docs/reference/errors.md: every configuration error of the package, taken from its source.
+"""Makes docs/reference/errors.md: every configuration error of the package, from its source.
 
-python scripts/error_table.py          writes the page
-python scripts/error_table.py --check  exits with 1 if the page is not what the source says
+``python -m scripts.reference_pages`` writes the page.
 """
 
 import ast
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "reference" / "errors.md"
 KINDS = ("ConfigurationError", "ConfigurationTypeError", "CheckpointError")
 HEAD = """# Configuration errors
 
@@ -146,9 +143,3 @@ def page() -> str:
         if found:
             parts.append("\n".join([f"## {area}", "", COLUMNS, *sorted(found), ""]))
     return "\n".join(parts)
-
-
-if __name__ == "__main__":
-    if "--check" in sys.argv:
-        sys.exit(PAGE.read_text() != page())
-    PAGE.write_text(page())

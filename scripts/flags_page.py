@@ -18,6 +18,7 @@ from megatron_eopt.arguments.flags import groups
 from megatron_eopt.config.config import default_values
 from megatron_eopt.config.fields import field_docs, field_types
 from megatron_eopt.math.coefficients import CoefficientsLike, coefficient_names
+from megatron_eopt.math.orthogonalize import SCALE_MODES
 
 MEANINGS = Path(__file__).resolve().parents[1] / "docs" / "reference" / "megatron_fields.yaml"
 HEAD = """\
@@ -57,6 +58,8 @@ class Settings:
 
         self.types = field_types(EmergingOptimizerConfig)
         self.meanings: dict[str, str] = yaml.safe_load(MEANINGS.read_text())
+        modes = (f"`{mode}` {text}" for mode, (text, _) in SCALE_MODES.items())
+        self.meanings["muon_scale_mode"] += ", ".join(modes) + "."
         self.meanings |= {
             name: text
             for name, text in field_docs(EmergingOptimizerConfig).items()

@@ -1,13 +1,8 @@
-"""Write docs/reference/recipes.md: every recipe with its sources and its plan.
+"""Makes docs/reference/recipes.md: every recipe with its sources and its plan.
 
-python scripts/recipe_pages.py          writes the page
-python scripts/recipe_pages.py --check  prints differences and exits with 1 if the page is outdated
+``python -m scripts.reference_pages`` writes the page, and ``--plans`` makes the plans again.
 """
 
-import itertools
-import logging
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +20,7 @@ HEAD = """# Recipes
 
 This page is for anyone who trains one of these models, or one like it, with Megatron. A recipe is a
 list of Megatron's flags for the architecture, optimizer and schedule, with the source of each.
-`python scripts/recipe_pages.py` writes this page from the YAML files in
+`python -m scripts.reference_pages` writes this page from the YAML files in
 [megatron_eopt/tools/recipes](../../megatron_eopt/tools/recipes).
 
 | Recipe | Model | Parameters | Published optimizer |
@@ -157,25 +152,7 @@ def page(row_of: Callable[[str], str]) -> str:
     return HEAD + "".join(rows) + USE + "".join(f"\n{text}" for text in sections)
 
 
-def rows_of_page() -> dict[str, str]:
-    """Return the plans' rows on the current page, by recipe."""
-    lines = PAGE.read_text().splitlines()
-    places = [number for number, line in enumerate(lines) if line == COLUMNS[1]]
-    whole = (name for name in NAMES if recipe(name).base is None)
-    return {name: lines[place + 1] for name, place in zip(whole, places, strict=True)}
-
-
-def main() -> int:
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    made = page(numbers)
-    if "--check" in sys.argv:
-        changed = itertools.zip_longest(PAGE.read_text().splitlines(), made.splitlines())
-        print(*(f"- {old}\n+ {new}" for old, new in changed if old != new), sep="\n")
-        return int(PAGE.read_text() != made)
-    PAGE.write_text(made)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def row_on_page(name: str) -> str:
+    """Return the plan's row that the page has of a recipe; a recipe without one is planned."""
+    _, found, rest = PAGE.read_text().partition(f"`megatron-eopt plan --model {name}`, ")
+    return rest.splitlines()[4] if found else numbers(name)

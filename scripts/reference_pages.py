@@ -1,13 +1,12 @@
 """Write the pages below docs/reference that are made from code and data.
 
-    python -m scripts.reference_pages [--check]
-
-flags.md comes from the parser and the configuration, support.md from support.yaml. The scripts for
-errors.md, routing.md, recipes.md and benchmarks.md run in processes of their own. With ``--check``
-nothing is written, and the exit code is 1 if a page is not what its source says.
+It takes some seconds. The recipes' plans stay as they are, unless ``--plans`` makes them again,
+which takes a minute. With ``--check`` nothing is written: what differs is printed, and the exit
+code is 1 if a page is not what its source says.
 """
 
-import subprocess
+import argparse
+import difflib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,32 +16,38 @@ from megatron_eopt import cpu
 if __name__ == "__main__":
     cpu.enable_if_chosen()
 
-from scripts import flags_page, support_page
+from megatron_eopt.testing.pool import run_ranks
+from scripts import error_table, flags_page, recipe_pages, routing_tables, support_page
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 PAGES: dict[str, Callable[[], str]] = {
     "flags.md": flags_page.page,
     "support.md": support_page.page,
+    "errors.md": error_table.page,
+    "routing.md": lambda: run_ranks(1, routing_tables.page)[0],
+    "recipes.md": lambda: recipe_pages.page(recipe_pages.row_on_page),
 }
-SCRIPTS = (
-    "scripts.error_table",
-    "scripts.routing_tables",
-    "scripts.recipe_pages",
-    "benchmarks.page",
-)
 
 
 def main() -> int:
-    options = sys.argv[1:]
-    commands = [[sys.executable, "-m", name, *options] for name in SCRIPTS]
-    running = [subprocess.Popen(command) for command in commands]
-    changed = [name for name, page in PAGES.items() if (FOLDER / name).read_text() != page()]
-    for name in changed:
-        print(f"docs/reference/{name} is not what its source says", file=sys.stderr)
-        if "--check" not in sys.argv:
-            (FOLDER / name).write_text(PAGES[name]())
-    failed = [process.wait() for process in running]
-    return int(any(failed) or ("--check" in options and bool(changed)))
+    parser = argparse.ArgumentParser(prog="python -m scripts.reference_pages", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    parser.add_argument("--plans", action="store_true", help="also make the recipes' plans again")
+    options, pages = parser.parse_args(), PAGES
+    if options.plans:
+        pages = pages | {"recipes.md": lambda: recipe_pages.page(recipe_pages.numbers)}
+    changed = 0
+    for name, page in pages.items():
+        print(f"docs/reference/{name} ...", end=" ", flush=True)
+        before, made = (FOLDER / name).read_text(), page()
+        print("changed" if before != made else "as before")
+        changed += before != made
+        if not options.check:
+            (FOLDER / name).write_text(made)
+        elif before != made:
+            lines = difflib.unified_diff(before.splitlines(), made.splitlines(), lineterm="")
+            print(*lines, sep="\n")
+    return int(options.check and changed > 0)
 
 
 if __name__ == "__main__":

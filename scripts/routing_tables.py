@@ -1,27 +1,13 @@
-"""Write docs/reference/routing.md with the routing tables of two small models.
+"""Makes docs/reference/routing.md, with the routing tables of two small models.
 
-    python scripts/routing_tables.py [--check]
-
-``--check`` writes nothing: it prints what would change, and exits with 1 if anything would.
+``python -m scripts.reference_pages`` writes the page.
 """
 
-import argparse
-import difflib
-import os
 import re
-import sys
-import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-
-from megatron_eopt import cpu
-
-if __name__ == "__main__":
-    cpu.enable()
-
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -33,8 +19,6 @@ from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.routing.model import format_routing, route_model
-
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "reference" / "routing.md"
 
 COMMON: dict[str, Any] = {
     "num_layers": 1,
@@ -133,17 +117,8 @@ stage's copy of a tied embedding has the name of the embedding.
 
 The tables below show two small models with the recommended defaults and megatron-core's standard
 overrides. The second lists only kinds of parameters that the first does not have.
-`python scripts/routing_tables.py` writes this page.
+`python -m scripts.reference_pages` writes this page.
 """
-
-
-def initialize() -> None:
-    """Initialize torch.distributed and Megatron with this process as the only rank."""
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1
-    )
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
 
 
 def table_of(title: str) -> str:
@@ -178,23 +153,9 @@ def shortened(tables: Iterable[str]) -> Iterator[str]:
         yield "\n".join([head, rule, *new])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    args = parser.parse_args()
-    initialize()
+def page() -> str:
+    """Return the whole page; needs a process group."""
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
     tables = zip(MODELS, shortened(table_of(title) for title in MODELS), strict=True)
-    text = "\n".join([INTRODUCTION, *(f"## {title}\n\n{table}\n" for title, table in tables)])
-    if args.check:
-        there = TARGET.read_text()
-        changes = difflib.unified_diff(there.splitlines(), text.splitlines(), str(TARGET), "made")
-        print(*changes, sep="\n")
-        return int(there != text)
-    TARGET.write_text(text)
-    return 0
-
-
-if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)
+    return "\n".join([INTRODUCTION, *(f"## {title}\n\n{table}\n" for title, table in tables)])

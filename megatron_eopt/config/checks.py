@@ -33,7 +33,6 @@ from megatron_eopt.config.values import read_value
 from megatron_eopt.math import (
     AlgorithmT,
     PrecisionT,
-    ScaleModeT,
     backend_names,
     get_backend,
     resolve_coefficients,
@@ -43,6 +42,7 @@ from megatron_eopt.math.backends import PACKAGES, automatic
 from megatron_eopt.math.coefficients import check_steps
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
 from megatron_eopt.math.moments import Moment2MethodT
+from megatron_eopt.math.orthogonalize import SCALE_MODES
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ _BOUNDS_OF_ARGUMENTS: dict[str, dict[str, float]] = {
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "muon_tp_mode": get_args(TpModeT),
-    "muon_scale_mode": get_args(ScaleModeT),
+    "muon_scale_mode": tuple(SCALE_MODES),
     "muon_fp32_matmul_prec": get_args(PrecisionT),
     "muon_algorithm": get_args(AlgorithmT),
     "muon_momentum_dtype": MOMENTUM_DTYPES,

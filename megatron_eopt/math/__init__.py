@@ -17,7 +17,6 @@ from megatron_eopt.math.backends import Backend, backend_names, get_backend, reg
 from megatron_eopt.math.coefficients import coefficient_names, resolve_coefficients
 from megatron_eopt.math.orthogonalize import (
     Orthogonalization,
-    ScaleModeT,
     orthogonalize,
     scale_factor,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "IterationPlan",
     "Orthogonalization",
     "PrecisionT",
-    "ScaleModeT",
     "backend_names",
     "choose_algorithm",
     "coefficient_names",

@@ -1,9 +1,10 @@
 """The entry point through which every optimizer orthogonalizes its matrices."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -38,23 +39,21 @@ DEFAULT_EPS = 1e-7
 SMALLEST_EPS = 1e-36
 """Smallest valid ``eps``: reciprocals of smaller values overflow float32."""
 
-ScaleModeT = Literal["spectral", "unit_rms_norm", "shape_scaling", "adamw_rms"]
-"""Scale factor of an update, from the shape ``(out, in)`` of the whole logical matrix:
-
-* ``spectral``: ``sqrt(max(out, in))``.
-* ``unit_rms_norm``: ``sqrt(out / in)``.
-* ``shape_scaling``: ``sqrt(max(1, out / in))``.
-* ``adamw_rms``: ``0.2 sqrt(max(out, in))``, which matches the typical RMS of AdamW's updates, so
-  its learning rate and weight decay carry over (Moonlight, arXiv:2502.16982, section 2.2).
-"""
+# With adamw_rms, updates are about as large as AdamW's, so its learning rate and weight decay carry
+# over (Moonlight, arXiv:2502.16982, section 2.2).
+SCALE_MODES: dict[str, tuple[str, Callable[[int, int], float]]] = {
+    "spectral": ("sqrt(max(m, n))", lambda m, n: math.sqrt(max(m, n))),
+    "unit_rms_norm": ("sqrt(m / n)", lambda m, n: math.sqrt(m / n)),
+    "shape_scaling": ("sqrt(max(1, m / n))", lambda m, n: math.sqrt(max(1.0, m / n))),
+    "adamw_rms": ("0.2 sqrt(max(m, n))", lambda m, n: 0.2 * math.sqrt(max(m, n))),
+}
+"""Scale factors of an update, as text and as function of the whole logical matrix's shape."""
 
 _WITHIN_FLOAT16 = (2.0**-10, 2.0**10)  # factors that keep float16 iterates within range
 
-SCALE_MODES: tuple[ScaleModeT, ...] = get_args(ScaleModeT)
-
 
 def scale_factor(
-    rows: int, columns: int, mode: ScaleModeT = "spectral", extra_scale_factor: float = 1.0
+    rows: int, columns: int, mode: str = "spectral", extra_scale_factor: float = 1.0
 ) -> float:
     """Return the factor on an orthogonal update, from the shape of the whole logical matrix.
 
@@ -64,16 +63,8 @@ def scale_factor(
     """
     check_choice("scale_mode", mode, SCALE_MODES)
     check_number("extra_scale_factor", extra_scale_factor)
-    match mode:
-        case "spectral":
-            factor = math.sqrt(max(rows, columns))
-        case "unit_rms_norm":
-            factor = math.sqrt(rows / columns)
-        case "shape_scaling":
-            factor = math.sqrt(max(1.0, rows / columns))
-        case "adamw_rms":
-            factor = 0.2 * math.sqrt(max(rows, columns))
-    return factor * extra_scale_factor
+    _, factor = SCALE_MODES[mode]
+    return factor(rows, columns) * extra_scale_factor
 
 
 @dataclass(frozen=True)
@@ -94,7 +85,7 @@ class Orthogonalization:
     precision: PrecisionT = "highest"  # of matrix products; float64 input ignores it
     eps: float = DEFAULT_EPS  # smallest norm to divide by, at least SMALLEST_EPS
     backend: str = "torch"  # see :mod:`megatron_eopt.math.backends`
-    scale_mode: ScaleModeT = "spectral"  # scales updates by the matrix's shape
+    scale_mode: str = "spectral"  # one of SCALE_MODES, scales updates by the matrix's shape
     extra_scale_factor: float = 1.0  # a further factor on updates
     _schedule: tuple[Triple, ...] = field(init=False, repr=False)
     # another package's backend; None for our own iteration

@@ -61,7 +61,7 @@ class Scale:
         """Return the root mean square of updates at rate 1 of matrices that are computed so."""
         if self.mode == "adamw":
             return ADAMW_RMS * self.extra
-        factor = scale_factor(*block, NAMES.get(self.mode, self.mode), self.extra)  # type: ignore[arg-type]
+        factor = scale_factor(*block, NAMES.get(self.mode, self.mode), self.extra)
         return factor / math.sqrt(max(block))
 
 

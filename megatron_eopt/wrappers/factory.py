@@ -31,6 +31,7 @@ from megatron_eopt.config.registry import (
 )
 from megatron_eopt.config.settings import Settings, resolve
 from megatron_eopt.math import resolve_coefficients, sound_precision
+from megatron_eopt.math.orthogonalize import scale_factor
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.routing.global_names import name_parameters, names_of
 from megatron_eopt.routing.groups import Group
@@ -275,8 +276,9 @@ def log_differences(
 def _warnings(
     optimizer: str, settings: Settings, arguments: Mapping[str, Any], is_cut: bool
 ) -> Iterator[str]:
-    scale = arguments.get("scale_mode")
-    if arguments.get("moment2_method") == "adamuon" and scale in ("spectral", "adamw_rms"):
+    scale = arguments.get("scale_mode", "spectral")
+    is_adamuon = arguments.get("moment2_method") == "adamuon"
+    if is_adamuon and scale_factor(2, 2, scale) > scale_factor(1, 1, scale):
         yield (
             f"muon_scale_mode={scale!r} with adaptive_muon_moment2_method='adamuon' makes updates "
             "too large: their entries are about 1 already, and this scale grows with the matrix. "

@@ -37,6 +37,7 @@ RULES = (
         "it is what runs these tests",
     ),
     Rule(r"source \.venv/bin/activate", "run"),
+    Rule(r"python -m pytest .*", "parse", "it runs tests"),
     Rule(r"python scripts/prepare_corpus\.py .*", "long"),
     Rule(r"torchrun (--nproc-per-node 2|\.\.\.) scripts/pretrain_gpt\.py .*", "long"),
     Rule(r"torchrun --nproc-per-node 2 examples/fsdp2_pretrain\.py .*", "long"),

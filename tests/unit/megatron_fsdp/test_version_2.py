@@ -1,4 +1,7 @@
-"""Megatron's trainers with ``megatron_fsdp_version=2``, which megatron-core has from 0.20 on."""
+"""Megatron's trainers with ``megatron_fsdp_version=2``, which megatron-core has from 0.20 on.
+
+With an older release, run them against a checkout: ``UPSTREAM=/path/to/Megatron-LM``.
+"""
 
 from dataclasses import replace
 
@@ -32,7 +35,7 @@ from tests.unit.storage.runs import (
 
 pytestmark = pytest.mark.skipif(
     not hasattr(DistributedDataParallelConfig, "megatron_fsdp_version"),
-    reason="this megatron-core has no second version in its trainer",
+    reason="needs megatron-core 0.20, such as UPSTREAM=/path/to/Megatron-LM",
 )
 
 

@@ -1,6 +1,7 @@
 """Who gets an update that depends on the number of ranks, or far too long a one, is told so."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ from megatron_eopt import TensorParallelMuon
 from megatron_eopt.config.registry import registered
 from megatron_eopt.extending import EmergingOptimizerEntry
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.math.orthogonalize import SCALE_MODES
 from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers import factory
 from tests.harness import run_ranks
@@ -18,6 +20,7 @@ from tests.unit.contracts.callers import scheduler_of
 from tests.unit.fsdp2.model import config, gradient, make_model
 from tests.unit.storage.full_state import Case, build
 from tests.unit.storage.runs import PLAIN
+from tests.unit.wrappers.by_hand import scale_of
 
 
 class OwnOrthogonalize(TensorParallelMuon):
@@ -65,6 +68,14 @@ TENSOR_PARALLEL = [
     *((plain("muon", muon_tp_mode=mode), NO_EFFECT, 0) for mode in BY_OWNERS),
 ]
 REMATERIALIZED = [case for case in TENSOR_PARALLEL if case[1] == DEPENDS]
+
+
+def grows(mode: str) -> bool:
+    """Whether updates of large matrices are scaled more."""
+    how = SimpleNamespace(muon_scale_mode=mode, muon_extra_scale_factor=1.0)
+    return scale_of(how, 64, 64) > scale_of(how, 8, 8)
+
+
 ADAMUON = {"adaptive_muon_moment2_method": "adamuon"}
 OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 STAYS = "stays on the GPU"
@@ -76,8 +87,10 @@ ALONE = [
     (plain("soap", **UNSPLIT), ONE_MATRIX, 0),
     (Case("soap"), ONE_MATRIX, 0),
     (plain("muon"), ONE_MATRIX, 0),
-    (plain("adaptive_muon", **ADAMUON, muon_scale_mode="adamw_rms"), SCALE, 1),
-    (plain("adaptive_muon", **ADAMUON, muon_scale_mode="shape_scaling"), SCALE, 0),
+    *(
+        (plain("adaptive_muon", **ADAMUON, muon_scale_mode=mode), SCALE, int(grows(mode)))
+        for mode in SCALE_MODES
+    ),
     (plain("muon", **OFFLOAD), STAYS, 1),
     (Case("muon", config=OFFLOAD), STAYS, 0),
     (Case("scion", config={"weight_decay": 0.1}), SCION, 1),
