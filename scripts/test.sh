@@ -16,6 +16,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+unset PYTHONDONTWRITEBYTECODE  # each worker and rank would compile the tests anew
 
 step() { echo "== $*"; "$@"; }
 # one worker runs all tests of a file, because they share their setup; files with the longest tests

@@ -30,8 +30,12 @@ OUTSIDE = {
     "cpu": ("megatron_eopt/cpu", "unit/cpu"),
     "kernels": (
         "megatron_eopt/base/kernels.py megatron_eopt/math megatron_eopt/layouts",
-        "unit/base/test_kernels.py unit/layouts/test_block_copies.py unit/math/test_compiled.py"
-        " unit/math/test_kernel_checks.py unit/math/test_products.py",
+        "unit/base/test_kernels.py unit/layouts/test_block_copies.py",
+    ),
+    "numerics": (
+        "megatron_eopt/math megatron_eopt/base megatron_eopt/config benchmarks"
+        " megatron_eopt/layouts/exchange.py megatron_eopt/tools/dry_run",
+        "unit/math",
     ),
     "gpu_check": (
         "benchmarks scripts/gpu_check.sh docs/how_to/clusters.md",

@@ -78,8 +78,9 @@ def test_it_is_named_on_all_ranks(disk, name, every):
     assert (done[2], last[2]) == ({NEW}, {LAST})
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("form", mostly_long(["torch_dist", "torch"], "torch_dist"))
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
 def test_the_trainer_names_it(disk, form):
     run = ["--optimizer", "muon", "--ckpt-format", form, "--save-interval", "2"]
     run += ["--save", str(disk), "--load", str(disk), "--override-opt_param-scheduler"]

@@ -12,6 +12,7 @@ import pytest
 from megatron_eopt.checkpoint.files import forget_metadata
 from tests.functional.script import TINY, _run_once, train
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 
 FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion"
 FORMS = {
@@ -41,7 +42,7 @@ def reads_of(flags: list[str]) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", mostly_long(FORMS, "torch_dist"))
 def test_metadata_are_read_once(tmp_path: Path, form: str) -> None:
     flags = ["--optimizer", "muon", "--use-distributed-optimizer", *FORMS[form]]
     train(

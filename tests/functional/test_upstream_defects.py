@@ -2,7 +2,7 @@
 
 | defect | test |
 |---|---|
-| torch_dist asserts that state has its parameter's shape: no SOAP, no NorMuon | tests/unit/storage/test_resharding.py::test_other_layouts_load_it, tests/unit/wrappers/test_plain_checkpoint.py::test_every_optimizer_continues, ::test_other_layouts_load_it |
+| torch_dist asserts that state has its parameter's shape: no SOAP, no NorMuon | tests/unit/storage/test_resharding.py::test_other_layouts_load_it, tests/unit/wrappers/test_plain_checkpoint.py::test_every_kind_of_optimizer_continues, ::test_other_layouts_load_it |
 | layer-wise checkpoints load at one data-parallel size only | tests/unit/storage/test_resharding.py::test_other_layouts_load_it |
 | format torch: files of context-parallel ranks overwrite each other | tests/functional/test_cases.py::test_resume[resume-torch-...] |
 | format torch, distributed Adam or SGD over torch's own: KeyError, or a leaf is written to, after loading; a run of format torch_dist loads no layer-wise state from it, without a word | tests/functional/test_cases.py::test_resume[resume-torch-...] |

@@ -31,6 +31,7 @@ def test_a_level_that_is_set_decides(package, caplog):
     assert not caplog.records
 
 
+@pytest.mark.long
 def test_an_import_prints_nothing():
     statement = "from megatron_eopt import get_megatron_optimizer; import megatron_eopt.fsdp2"
     command = [sys.executable, "-W", "default", "-c", statement]

@@ -47,8 +47,8 @@ OF_STOCK = [
 @pytest.mark.parametrize(
     ("ranks", "layout", "readers", "other"),
     [
-        (4, {"tp": 2, "pp": 2}, 1, {}),
-        pytest.param(2, {"pp": 2}, 2, {"parallel": {"tp": 2}}, marks=pytest.mark.long),
+        (2, {"pp": 2}, 2, {"parallel": {"tp": 2}}),
+        pytest.param(4, {"tp": 2, "pp": 2}, 1, {}, marks=pytest.mark.long),
         pytest.param(2, {"tp": 2}, 2, {"parallel": {"pp": 2}}, marks=pytest.mark.long),
         pytest.param(2, {}, 4, {"parallel": {"tp": 2, "pp": 2}}, marks=pytest.mark.long),
         pytest.param(4, {"tp": 2, "pp": 2}, 2, REPLICATED, marks=pytest.mark.long),

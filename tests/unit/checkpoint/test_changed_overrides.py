@@ -75,20 +75,20 @@ def expected(overrides: Overrides) -> dict[str, tuple[float, float, float]]:
 
 
 @pytest.mark.parametrize("form", ["state_dict", "torch's"])
-@pytest.mark.parametrize(("before", "after"), itertools.product(OVERRIDES, repeat=2))
-def test_settings_go_with_what_overrides_say_now(before, after, form):
-    model, optimizer = built(OVERRIDES[before])
-    for group in optimizer.param_groups:
-        group["lr"] *= PROGRESS
-    its_model, its = built(OVERRIDES[after])
-    if form == "state_dict":
-        its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    else:
-        saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
-        set_optimizer_state_dict(its_model, its, saved)
-    found = rates_of(its)
-    for name, values in expected(OVERRIDES[after]).items():
-        assert found[name] == pytest.approx(values, rel=1e-12), name
+def test_settings_go_with_what_overrides_say_now(form):
+    for before, after in itertools.product(OVERRIDES, repeat=2):
+        model, optimizer = built(OVERRIDES[before])
+        for group in optimizer.param_groups:
+            group["lr"] *= PROGRESS
+        its_model, its = built(OVERRIDES[after])
+        if form == "state_dict":
+            its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        else:
+            saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+            set_optimizer_state_dict(its_model, its, saved)
+        found = rates_of(its)
+        for name, values in expected(OVERRIDES[after]).items():
+            assert found[name] == pytest.approx(values, rel=1e-12), (before, after, name)
 
 
 MODEL = {"layers": 3, "hidden": 16, "heads": 2, "vocabulary": 32}

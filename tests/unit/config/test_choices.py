@@ -27,6 +27,7 @@ from megatron_eopt.config.registry import (
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.math import coefficient_names
+from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import eager
 
 STANDARD = ("adam", "sgd")
@@ -107,7 +108,12 @@ def outcome(optimizer: str, fields: dict[str, Any], overrides: Any = None) -> st
     return ""
 
 
-@pytest.mark.parametrize("optimizer", optimizer_names())
+@pytest.mark.parametrize(
+    "optimizer",
+    mostly_long(
+        optimizer_names(), "muon", "adaptive_muon", "soap", "lion", "adam", "muon_hyperball"
+    ),
+)
 @eager
 def test_what_is_built_steps(optimizer: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)

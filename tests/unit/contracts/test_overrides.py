@@ -8,8 +8,6 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
 import megatron_eopt
 
 UPSTREAM = ("megatron.core", "torch.optim", "emerging_optimizers")
@@ -35,21 +33,30 @@ def overrides() -> Iterator[Any]:
                 found.add(name)
                 mine = inspect.isfunction(ours) and ours.__module__.startswith("megatron_eopt")
                 if mine and inspect.isfunction(theirs):
-                    yield pytest.param(ours, theirs, id=f"{cls.__name__}.{name}-{above.__name__}")
+                    yield ours, theirs
 
 
 def as_called(function: Any) -> inspect.Signature:
     return inspect.signature(inspect.unwrap(function))
 
 
-@pytest.mark.parametrize(("ours", "theirs"), overrides())
-def test_upstream_can_call_it(ours, theirs):
-    mine = as_called(ours)
+def can_call(ours: Any, theirs: Any) -> bool:
     wanted = [p for p in as_called(theirs).parameters.values() if p.name != "self"]
-    required = {p.name: None for p in wanted if p.default is p.empty and p.kind < p.VAR_POSITIONAL}
-    mine.bind(None, **required)
-    mine.bind(None, **{p.name: None for p in wanted if p.kind in (1, 3)})
-    mine.bind(None, *(None for p in wanted if p.kind in (0, 1)))
+    required = [p.name for p in wanted if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    by_name = [p.name for p in wanted if p.kind in (1, 3)]
+    try:
+        for names in (required, by_name):
+            as_called(ours).bind(None, **dict.fromkeys(names))
+        as_called(ours).bind(None, *(None for p in wanted if p.kind in (0, 1)))
+    except TypeError:
+        return False
+    return True
+
+
+def test_upstream_can_call_it():
+    found = [*overrides()]
+    assert len(found) > 50
+    assert not [pair for pair in found if not can_call(*pair)]
 
 
 def kinds_returned(function: Any) -> set[Any]:
@@ -60,8 +67,8 @@ def kinds_returned(function: Any) -> set[Any]:
     return kinds if all(map(inspect.isclass, kinds)) and Any not in kinds else set()
 
 
-@pytest.mark.parametrize(("ours", "theirs"), overrides())
-def test_it_returns_what_upstream_returns(ours, theirs):
-    mine, wanted = kinds_returned(ours), tuple(kinds_returned(theirs))
-    if mine and wanted:
-        assert all(issubclass(kind, wanted) for kind in mine)
+def test_it_returns_what_upstream_returns():
+    for ours, theirs in overrides():
+        mine, wanted = kinds_returned(ours), tuple(kinds_returned(theirs))
+        if mine and wanted:
+            assert all(issubclass(kind, wanted) for kind in mine), ours

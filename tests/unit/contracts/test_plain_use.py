@@ -23,6 +23,7 @@ from tests.harness.models import (
     train_step,
     wrap_ddp,
 )
+from tests.harness.tiers import mostly_long
 from tests.unit.contracts.callers import scheduler_of
 from tests.unit.storage.runs import OVERLAP
 
@@ -209,19 +210,19 @@ def train_forward(model):
         model(batch.tokens, batch.positions, None, labels=batch.labels)
 
 
+USUAL = [("muon", False, False, {}), ("muon", True, True, {}), ("muon", True, False, OVERLAP)]
+OTHERS = [
+    ("muon", True, False, {}),
+    ("muon", True, False, {"plain_ddp": True}),
+    ("muon", True, False, {"plain_ddp": True} | OVERLAP),
+    ("soap", True, False, {}),
+    ("adam", True, False, {}),
+    ("adam", True, True, {}),
+]
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "sharded", "half", "ddp"),
-    [
-        ("muon", False, False, {}),
-        ("muon", True, False, {}),
-        ("muon", True, True, {}),
-        ("muon", True, False, {"plain_ddp": True}),
-        ("muon", True, False, OVERLAP),
-        ("muon", True, False, {"plain_ddp": True} | OVERLAP),
-        ("soap", True, False, {}),
-        ("adam", True, False, {}),
-        ("adam", True, True, {}),
-    ],
+    ("optimizer", "sharded", "half", "ddp"), mostly_long([*USUAL, *OTHERS], *USUAL)
 )
 def test_two_optimizers_over_disjoint_parts_equal_one_over_all(optimizer, sharded, half, ddp):
     run_ranks(2, _parts, optimizer, sharded, half, ddp)

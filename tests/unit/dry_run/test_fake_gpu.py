@@ -11,6 +11,7 @@ from benchmarks.gpu_check.replay import figures
 from megatron_eopt.tools.dry_run import dry_world, report_of
 from tests.harness import run_ranks
 from tests.harness.fake_gpu import Waits, fake_gpu
+from tests.harness.tiers import mostly_long
 from tests.unit.dry_run.optimizers import BF16, FSDP2, dry_optimizer
 from tests.unit.storage.full_state import Case
 from tests.unit.storage.runs import DENSE, MOE, PLAIN, SHARDED
@@ -66,10 +67,7 @@ def devices_of(optimizer: Any) -> set[str]:
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in USUAL else pytest.param(name, marks=pytest.mark.long) for name in CASES],
-)
+@pytest.mark.parametrize("name", mostly_long(CASES, *USUAL))
 def test_a_step_stays_on_the_device(name):
     world_size, case = CASES[name]
     config = SHARDED | {"clip_grad": 1.0} | case.config
@@ -131,7 +129,9 @@ def counted(world_size: int, case: Case) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("name", ["muon, fragments", "adaptive_muon, plain"])
+@pytest.mark.parametrize(
+    "name", mostly_long(["muon, fragments", "adaptive_muon, plain"], "muon, fragments")
+)
 def test_a_plan_counts_what_a_gpu_will_do(name):
     world_size, case = CASES[name]
     case = replace(case, config=SHARDED | {"clip_grad": 1.0} | case.config)

@@ -46,6 +46,7 @@ VARIANTS = ALL_VARIANTS | {
 NAMES = {
     # of the last two, the noise of rounding and what is drawn follow from the count of steps
     "all": ("muon", "normuon", "soap", "adamuon", "int8", "fp8", "bf16 momentum", "psgd_pro"),
+    "of each kind": ("muon", "soap", "int8", "psgd_pro"),
     "Muon and SOAP": ("muon", "soap"),
     "four": ("muon", "normuon", "soap", "adamw"),
 }
@@ -120,12 +121,14 @@ def saved(tmp_path_factory):
 
 
 USUAL = [
-    ("torch", "plain", 1, "all"),
-    ("torch", "fsdp", 2, "all"),
+    ("torch", "plain", 1, "of each kind"),
+    ("torch", "fsdp", 2, "of each kind"),
     ("megatron's replicas", "no_shard", 2, "Muon and SOAP"),
     ("megatron's units", "units", 2, "Muon and SOAP"),
 ]
 OTHERS = [
+    ("torch", "plain", 1, "all"),
+    ("torch", "fsdp", 2, "all"),
     ("megatron", "optim", 2, "four"),
     ("megatron", "optim_grads_params x 2", 4, "four"),
     ("megatron's replicas", "no_shard", 2, "four"),

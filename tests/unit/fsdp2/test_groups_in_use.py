@@ -11,6 +11,7 @@ from torch.optim.optimizer import (
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.config.registry import optimizer_names
 from megatron_eopt.fsdp2 import build_optimizer
+from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import config, make_model, set_gradients
 
 OPTIMIZERS = [n for n in optimizer_names() if n != "sinkhorn_muon" and "oblique" not in n]
@@ -69,7 +70,7 @@ def test_a_matrix_that_its_owner_misses_is_named():
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mostly_long(OPTIMIZERS, "muon", "soap", "adam"))
 def test_one_step_is_one_step_for_hooks_of_all_optimizers(name):
     model, optimizer = built(name)
     seen = []
@@ -89,7 +90,7 @@ def test_one_step_is_one_step_for_hooks_of_all_optimizers(name):
     assert ranges == ["Optimizer.step#DTensorOptimizer.step"]
 
 
-@pytest.mark.parametrize("name", ["muon", "adam", "soap", "lion"])
+@pytest.mark.parametrize("name", ["muon", "adam"])
 def test_a_scheduler_that_cycles_momentum(name):
     model, optimizer = built(name)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10)

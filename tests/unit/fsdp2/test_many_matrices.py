@@ -81,7 +81,6 @@ def loaded_by_torch(optimizer: str, matrices: int) -> int:
             (built_calls, loaded_calls, loaded_by_torch), ("muon", "adaptive_muon", "soap", "adam")
         ),
         *((work, "muon") for work in (built_calls, loaded_calls, loaded_by_torch)),
-        (loaded_by_torch, "soap"),
     ),
 )
 def test_work_is_linear(work, optimizer):

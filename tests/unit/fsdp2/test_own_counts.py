@@ -1,6 +1,7 @@
 """Parameters with different counts of steps, in both FSDPs, with and without Megatron's trainer."""
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -150,10 +151,7 @@ def check(name: str, layout: str, counts: dict[str, int]) -> None:
     ("layout", "names", "others"),
     [
         ("fsdp", [*SETTINGS], [("fsdp", 2), ("plain", 1)]),
-        ("optim_grads_params", ["NAMO"], [("optim", 2)]),
-        pytest.param(
-            "optim_grads_params", ["SOAP", "Adam"], [("optim", 2)], marks=pytest.mark.long
-        ),
+        pytest.param("optim_grads_params", [*SETTINGS], [("optim", 2)], marks=pytest.mark.long),
     ],
 )
 def test_own_loops_go_on_with_their_counts(tmp_path, layout, names, others):
@@ -227,8 +225,12 @@ def under_megatron(storage: str, main: str, folder: Path) -> list[Any]:
     return [*found, foreign.weights(chunk)]
 
 
-@pytest.mark.parametrize("main", mostly_long(["adaptive_muon", "soap"], "soap"))
-@pytest.mark.parametrize("storage", ["fsdp2", "megatron_fsdp"])
+@pytest.mark.parametrize(
+    ("storage", "main"),
+    mostly_long(
+        itertools.product(("fsdp2", "megatron_fsdp"), ("adaptive_muon", "soap")), ("fsdp2", "soap")
+    ),
+)
 def test_megatrons_trainer_goes_on_with_their_counts(tmp_path, storage, main):
     for counts, whole, again, found in run_ranks(2, under_megatron, storage, main, tmp_path):
         assert counts == again == expected(counts, 2, "hidden.weight", "hidden.bias")

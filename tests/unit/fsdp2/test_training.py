@@ -8,6 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import config, cut, is_in_units, is_managed, named
 
 
@@ -76,7 +77,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "options", "tolerance"), CASES)
+USUAL = [CASES[0], CASES[4], CASES[6], CASES[9]]
+
+
+@pytest.mark.parametrize(("layout", "options", "tolerance"), mostly_long(CASES, *USUAL))
 def test_training_sharded_is_training_unsharded(layout, options, tolerance):
     managed = is_managed(layout) or is_in_units(layout)
     options = {**options, "tied": not managed}

@@ -24,6 +24,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer, import_torch_muon
 from megatron_eopt.routing.plain_names import match_names, plain_names
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import config, eager, far, gradient, whole
 
 OPTIMIZERS = ("muon", "soap", "adam")
@@ -152,7 +153,7 @@ def resumed(name):
     return wrong
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mostly_long(OPTIMIZERS, "muon"))
 def test_a_run_goes_on_with_any_wrapper_on_or_off(name):
     assert run_ranks(1, resumed, name, cpu=False) == [[]]
 

@@ -18,6 +18,7 @@ from megatron_eopt.checkpoint.fsdp_dtensor import match
 from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import eager
 from tests.unit.megatron_fsdp.runs import make_chunk, make_optimizer, stepped, weights
 from tests.unit.storage.runs import DENSE, MOE, Result, Run, deviation
@@ -103,7 +104,7 @@ def keys_of_state(run: Run) -> list[str]:
     return sorted(f"{name}: {kind}" for name, values in state.items() for kind in values)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+@pytest.mark.parametrize("optimizer", mostly_long(["muon", "adam"], "muon"))
 def test_every_rank_asks_for_the_same(optimizer):
     """Finding out who holds what is collective, so that a missing key would be a deadlock."""
     run = Run(model={**DENSE, "layers": 1}, config={"optimizer": optimizer})

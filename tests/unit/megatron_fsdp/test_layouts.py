@@ -59,7 +59,6 @@ ALONE = {
 
 USUAL = (
     "no_shard, tp 2 x dp 2",
-    "hsdp 2 x tp 2",
     "shared experts, expert tp 2",
     "bf16, dp 2",
 )

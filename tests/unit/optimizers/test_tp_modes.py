@@ -55,9 +55,9 @@ IN_WAVES = {**NORMUON, "matrix_buffer_mb": 1e-3}  # of one matrix each
         pytest.param(2, MODES, NORMUON, TOLERANCE, marks=pytest.mark.long),
         (2, ["exchange"], IN_WAVES, TOLERANCE),
         pytest.param(2, MODES, IN_WAVES, TOLERANCE, marks=pytest.mark.long),
-        (2, MODES, NAMO, TOLERANCE),
+        pytest.param(2, MODES, NAMO, TOLERANCE, marks=pytest.mark.long),
         # the smallest entries of its updates have the length of all others: 4e-6 are seen
-        (2, MODES, ADAMUON, 1e-5),
+        pytest.param(2, MODES, ADAMUON, 1e-5, marks=pytest.mark.long),
     ],
     ids=["2", "4", "NorMuon", "NorMuon in waves", "all in waves", "NAMO", "AdaMuon"],
 )

@@ -12,6 +12,7 @@ from megatron_eopt.qk_clip import clip_qk
 from megatron_eopt.qk_clip.attention import attentions
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
+from tests.harness.tiers import mostly_long
 from tests.unit.storage import runs
 from tests.unit.storage.full_state import Case, build, optimizer_over, steps, unwrapped
 from tests.unit.storage.runs import OVERLAP, PLAIN, REPLICATED, SHARDED, Run, make_chunk
@@ -121,7 +122,7 @@ LAYOUTS = {
     "instances": (GROUPED, 4, {"optimizer_instances": 2}),
 }
 # the layout that cuts in both ways and the harder attention, and what they do not have
-USUAL = ("MLA TP 2 x DP 2", "experts", "instances")
+USUAL = ("MLA TP 2 x DP 2", "experts")
 
 
 def with_dtype(model: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -138,10 +139,7 @@ def assert_as_alone(case: Case, results: list[Clipped], bound: float) -> None:
     assert deviation(results, expected) < bound
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in USUAL else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS],
-)
+@pytest.mark.parametrize("name", mostly_long(LAYOUTS, *USUAL))
 def test_every_layout_clips_as_one_process_does(name):
     model, world, parallel = LAYOUTS[name]
     for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):

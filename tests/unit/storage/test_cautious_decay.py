@@ -210,8 +210,7 @@ def compared(case: Case) -> tuple[float, float, float, int]:
     return far, apart, seen / max(count, 1), count
 
 
-USUAL = ("Muon", "Adam", "NorMuon", "complex", "own loop, fsdp", "own loop, units", "rows")
-USUAL += ("trainer, megatron_fsdp", "trainer, sharded, Adam", "TP 2 x DP 2", "bf16, off-loaded")
+USUAL = ("Muon", "Adam", "NorMuon", "complex", "own loop, fsdp", "TP 2 x DP 2", "rows")
 
 
 @pytest.mark.parametrize("name", mostly_long([*CASES], *USUAL))

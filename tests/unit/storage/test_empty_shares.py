@@ -9,6 +9,7 @@ from torch import nn
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import config, cut, eager, far, gradient, shard, weights
 from tests.unit.storage.full_state import Case, build, differences, full_state, steps
 
@@ -55,13 +56,7 @@ def at_all_fractions(name):
     return found
 
 
-LONG = ("muon in 8 bits", "adamuon", "normuon", "namo", "lion")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in OPTIMIZERS],
-)
+@pytest.mark.parametrize("name", mostly_long(OPTIMIZERS, "muon"))
 def test_steps_off_load_what_ranks_hold_and_no_more(name):
     results = run_ranks(4, at_all_fractions, name, timeout=120)
     for found in results:

@@ -80,9 +80,7 @@ USUAL = (
     "ddp that all-reduces",
     "fewer matrices than ranks",
     "moe, dp 1 and expert dp 2",
-    "moe, ep 2, two instances",
     "shared experts, dp 4, expert tp 2",
-    "shared experts, tp 2, two instances",
 )
 
 

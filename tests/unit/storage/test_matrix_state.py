@@ -86,7 +86,12 @@ def plainly(run: Run, build: BuildT, everything: bool) -> Result:
 
 @pytest.mark.parametrize(
     ("world", "parallel", "model"),
-    [(1, {}, DENSE), (2, {}, DENSE), (4, {"tp": 2}, DENSE), (4, {"tp": 2, "etp": 2}, MOE)],
+    [
+        (2, {}, DENSE),
+        (4, {"tp": 2, "etp": 2}, MOE),
+        pytest.param(1, {}, DENSE, marks=pytest.mark.long),
+        pytest.param(4, {"tp": 2}, DENSE, marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize("everything", [False, True])
 def test_a_users_optimizer_gets_whole_parameters(world, parallel, model, everything):

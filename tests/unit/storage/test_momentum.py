@@ -95,10 +95,9 @@ def test_momentum_of_experts_is_the_same_to_the_bit():
     check_same(found, run_ranks(1, train, cases(MOE, dtypes=("int8",)), 3)[0])
 
 
-@pytest.mark.parametrize(
-    "storage", [True, pytest.param(False, marks=pytest.mark.long)], ids=["sharded", "plain"]
-)
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("bf16", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("storage", [True, False], ids=["sharded", "plain"])
+@pytest.mark.parametrize("dtype", ["int8", "bf16"])
 def test_a_checkpoint_loads_into_another_dtype(tmp_path, storage, dtype):
     # plain with main weights in float32
     model = MODEL if storage else {**MODEL, "dtype": torch.bfloat16}

@@ -205,7 +205,7 @@ GOING_ON: dict[str, tuple[list[Case], list[tuple[int, dict[str, int]]]]] = {
 
 @pytest.mark.parametrize(
     "name",
-    mostly_long(GOING_ON, "by rows and by owners", "padded"),
+    mostly_long(GOING_ON, "by rows and by owners"),
 )
 def test_state_goes_on_at_other_cuts(tmp_path, name):
     """Optimizer state is saved by the unsharded parameter, without padding rows."""
@@ -255,7 +255,11 @@ def collectives(case: Case) -> tuple[list[str], int]:
     return [name for name, *_ in calls], len(chunk.bucket_groups) if gathers else 0
 
 
-@pytest.mark.parametrize(("storage", "gathers"), [({}, 1), (PLAIN, 0)], ids=["sharded", "plain"])
+@pytest.mark.parametrize(
+    ("storage", "gathers"),
+    [({}, 1), pytest.param(PLAIN, 0, marks=LONG)],
+    ids=["sharded", "plain"],
+)
 def test_a_step_has_at_most_four_collectives(storage, gathers):
     """One for the norm, two for all matrices, and one that gathers the weights."""
     model = {**DENSE, "layers": 1, "hidden": 64, "vocabulary": 128}

@@ -85,7 +85,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "world", "parallel"),
     [
-        ("dense", 4, {}),
+        pytest.param("dense", 4, {}, marks=pytest.mark.long),
         pytest.param("all optimizers", 4, {"tp": 4}, marks=pytest.mark.long),
         pytest.param("all optimizers", 4, {"tp": 2, "pp": 2}, marks=pytest.mark.long),
         pytest.param("all optimizers", 1, {}, marks=pytest.mark.long),
@@ -223,11 +223,8 @@ def test_layers_apart(tmp_path):
     check(saved, run_ranks(2, load, at(APART, tp=2), folder, *MATCHED)[0], APART)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(96, 160), pytest.param(160, 96, marks=pytest.mark.long)],
-    ids=["more", "less"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("before", "after"), [(96, 160), (160, 96)], ids=["more", "less"])
 def test_a_vocabulary_that_is_padded_otherwise(tmp_path, before, after):
     """Megatron pads it to a multiple of the tensor-parallel size; new rows copy the last one."""
     f32, bf16 = DENSE, {**DENSE, "dtype": torch.bfloat16}
@@ -266,25 +263,22 @@ def test_padded_buckets(tmp_path, ranks):
     check(saved, run_ranks(ranks, load, cases, str(tmp_path), timeout=300)[0], cases)
 
 
-def whole_and_resumed(model: dict) -> list[Case]:
-    return [
-        *(replace(case, model=model) for case in OPTIMIZERS),
-        Case("adam", model, form="dp_reshardable"),
-        Case("muon", model, form="dp_reshardable"),
-        # fragments of gradients that DDP all-reduces
-        Case("muon", model, ddp=PLAIN),
-    ]
-
-
-RESUMED = {
-    "fp32": whole_and_resumed(DENSE),
-    "bf16": whole_and_resumed({**DENSE, "dtype": torch.bfloat16}),
-    "layers apart": [*APART, replace(APART[0], **REPLICATED)],
-}
+# what tests/functional/test_resume_matrix.py does not have
+RESUMED = [
+    *(
+        Case(name, model, form="dp_reshardable")
+        for name in ("adam", "muon")
+        for model in (DENSE, BF16)
+    ),
+    # fragments of gradients that DDP all-reduces
+    *(Case("muon", model, ddp=PLAIN) for model in (DENSE, BF16)),
+    *USUAL,
+    *APART,
+    replace(APART[0], **REPLICATED),
+]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", RESUMED)
-def test_resuming_equals_not_stopping(tmp_path, name):
-    whole, resumed = run_ranks(2, interrupted, RESUMED[name], str(tmp_path), timeout=300)[0]
-    check(whole, resumed, RESUMED[name])
+def test_resuming_equals_not_stopping(tmp_path):
+    whole, resumed = run_ranks(2, interrupted, RESUMED, str(tmp_path), timeout=300)[0]
+    check(whole, resumed, RESUMED)

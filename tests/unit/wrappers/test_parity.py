@@ -63,14 +63,9 @@ CASES = {
 }  # fmt: skip
 
 
-USUAL = (
-    "muon, bf16 weights",
-    "muon, two tensor-parallel ranks, blockwise",
-    "adam, distributed, fp16",
+@pytest.mark.parametrize(
+    "name", mostly_long(CASES, "muon, bf16 weights", "adam, distributed, fp16")
 )
-
-
-@pytest.mark.parametrize("name", mostly_long(CASES, *USUAL))
 def test_losses_equal_stocks(name):
     case, tolerance = CASES[name]
     for result in run_ranks(2, both, 20, case, timeout=120):

@@ -57,7 +57,7 @@ def in_columns(model):
     [
         ("muon", {}, in_rows),
         ("muon", {}, in_columns),
-        ("soap", {"clip_grad": 0.0}, in_rows),
+        pytest.param("soap", {"clip_grad": 0.0}, in_rows, marks=pytest.mark.long),
         ("soap", {"clip_grad": 0.0}, in_columns),
         ("muon", {"bf16": True}, in_rows),
         ("adam", {}, in_rows),

@@ -10,9 +10,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from megatron_eopt import checkpoints
-from megatron_eopt.config.registry import optimizer_names
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import RankError, run_ranks
+from tests.harness.tiers import mostly_long
 from tests.unit.storage.full_state import (
     Case,
     build,
@@ -36,28 +36,20 @@ def plain(name: str, model: dict[str, Any] = SMALL, **config: Any) -> Case:
 
 
 ADAPTIVE = [plain("adaptive_muon", BF16, adaptive_muon_moment2_method=name) for name in METHODS]
-IN_BF16 = [
-    *(plain(name, BF16) for name in ("muon", "soap", "lion", "adam", "sgd")),
-    *ADAPTIVE,
+# what tests/functional/test_resume_matrix.py does not have
+KINDS = [
+    *(plain(name) for name in ("adam", "muon", "soap", "psgd_pro")),
     replace(plain("muon", BF16), float32="norm"),
 ]
-IN_FLOAT32 = [plain(name) for name in optimizer_names()]
-USUAL = [plain(name) for name in ("adam", "muon", "soap", "psgd_pro")]
 # only the last pipeline stage has a parameter of Adam
 TO_ADAM = {"overrides": {"*output_layer*": "adam"}, "parallel": {"pp": 2}}
 LAST = replace(plain("lion", {**SMALL, "layers": 2}), **TO_ADAM)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [
-        (1, USUAL),
-        pytest.param(1, IN_FLOAT32, marks=pytest.mark.long),
-        pytest.param(2, [*IN_BF16, LAST], marks=pytest.mark.long),
-    ],
-    ids=["usual", "fp32", "bf16"],
+    ("ranks", "cases"), mostly_long([(1, KINDS), (2, [LAST])], (1, KINDS)), ids=["kinds", "last"]
 )
-def test_every_optimizer_continues(tmp_path, ranks, cases):
+def test_every_kind_of_optimizer_continues(tmp_path, ranks, cases):
     both = run_ranks(ranks, interrupted, cases, str(tmp_path), timeout=300)[0]
     for case, whole, resumed in zip(cases, *both, strict=True):
         assert not differences(whole, resumed), case
@@ -86,7 +78,9 @@ def saved_in_background(case: Case, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "case", [plain("muon", BF16), Case("muon", BF16)], ids=["plain", "sharded"]
+    "case",
+    [pytest.param(plain("muon", BF16), marks=pytest.mark.long), Case("muon", BF16)],
+    ids=["plain", "sharded"],
 )
 def test_a_checkpoint_may_be_written_in_the_background(tmp_path, case):
     assert run_ranks(2, saved_in_background, case, str(tmp_path)) == [[], []]
