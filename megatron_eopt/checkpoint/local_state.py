@@ -35,7 +35,7 @@ type _Write = Callable[[], None]
 """Loads one optimizer's state, which has been checked."""
 
 
-def save(storage: Any, main: str | None, names: Names) -> dict[str, Any]:
+def save(storage: Any, main_optimizer: str | None, names: Names) -> dict[str, Any]:
     """Return the state of one optimizer of a chain, of tensors and plain Python values only.
 
     For ZeRO-1 fragments it has groups, steps and loss scale only. As in megatron-core, groups do
@@ -57,7 +57,7 @@ def save(storage: Any, main: str | None, names: Names) -> dict[str, Any]:
         for group, its in zip(inner["param_groups"], of_groups, strict=True):
             group[PARAM_NAMES] = its
     for group in inner["param_groups"]:
-        if group.get("optimizer") == main:
+        if group.get("optimizer") == main_optimizer:
             group.pop("optimizer", None)
     if MAINS in result:
         # aliases without attributes, which torch.load with weights_only=True could not read

@@ -41,14 +41,14 @@ def requested(
     model_state: Mapping[str, Any],
     *,
     is_loading: bool,
-    main: str | None = None,
+    main_optimizer: str | None = None,
     policy: Policy,
     by_bucket: bool = False,
     model_chunks: Sequence[Any] = (),
 ) -> dict[Any, Any]:
     """Return what ``dist_checkpointing`` saves or loads for a chain; collective.
 
-    ``main`` is the main optimizer's name in groups, and ``model_chunks`` have parameters in the
+    ``main_optimizer`` is its name in groups, and ``model_chunks`` have parameters in the
     order in which megatron-core saves them by bucket; for other arguments, see
     :class:`~megatron_eopt.checkpoint.requests.StateRequests`.
     """
@@ -83,7 +83,7 @@ def requested(
             # other pipeline stages have all parameters of these groups
             count = max((c for (index, _), c in by_name.items() if index == number), default=-1)
             steps = [count] * len(storage.optimizer.param_groups)
-        states.append(storage.common_state(steps, main))
+        states.append(storage.common_state(steps, main_optimizer))
     named = _params_of_groups(storages, model_state)
     if not is_loading:
         groups = [g for child in states for g in inner_of(child).get("param_groups", ())]
@@ -100,7 +100,10 @@ def requested(
 
 
 def complete_buckets(
-    storages: Sequence[Storage], model_state: Mapping[str, Any], state: Any, main: str | None
+    storages: Sequence[Storage],
+    model_state: Mapping[str, Any],
+    state: Any,
+    main_optimizer: str | None,
 ) -> dict[str, Any]:
     """Name the parameters of the groups in megatron-core's state by bucket; collective.
 
@@ -116,7 +119,7 @@ def complete_buckets(
     _name_params(groups, _params_of_groups(storages, model_state))
     for group in groups:
         # megatron-core, which matches groups, names all optimizers but the main one
-        if group["optimizer"] == main:
+        if group["optimizer"] == main_optimizer:
             del group["optimizer"]
     spaces = bucket_spaces(storages)
     return {str(number): space.described(model_state) for number, space in spaces.items()}

@@ -1,7 +1,7 @@
 """One direction of one wave on one rank: split sizes and copies, computed from two layouts.
 
 A rank that already holds all elements of its piece of the sink layout copies them locally. Every
-other piece comes from the sources of its elements. So only one replica sends its momentum, every
+other piece comes from the sources of its elements. So only one replica sends its direction, every
 replica receives the update, and no collective is called if nothing has to travel.
 """
 

@@ -88,7 +88,7 @@ class WaveBatch:
     """Local matrices of equal shape, to be computed in place."""
 
     matrices: tuple[int, ...]  # indices into the redistribution's list of matrices
-    tensor: Tensor  # contiguous ``(len(matrices), rows, cols)``; momenta in, updates out
+    tensor: Tensor  # contiguous ``(len(matrices), rows, cols)``; directions in, updates out
 
 
 type LoadT = Callable[[int, Sequence[str]], Mapping[str, Tensor]]
@@ -200,7 +200,7 @@ class Redistribution:
     ) -> None:
         """Run all waves, and load tensors when they are needed; collective over the group.
 
-        If nothing is sent, ``load`` runs on the ``side`` stream, beside computing the wave before.
+        Without a group, ``load`` runs on the ``side`` stream, beside computing the wave before.
 
         Tensors that ``load`` returned are released after their last wave. Results are new tensors,
         or are in the tensors' :meth:`place` if they were loaded there.

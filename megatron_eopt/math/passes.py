@@ -106,7 +106,7 @@ def _momentum_update(
     lists: Sequence[list[Tensor]], grad_scale: Tensor | None, numbers: Sequence[float]
 ) -> None:
     momenta, outs, grads, weights, *_ = lists
-    weight, of_momentum, decay = numbers
+    mix, of_momentum, decay = numbers
     if grad_scale is not None:
         # reads a number of the device, so here, without our kernels, a GPU's host waits
         if math.isnan(grad_scale):
@@ -116,7 +116,7 @@ def _momentum_update(
         grads = list(torch._foreach_add(grads, weights, alpha=decay))
     # `lerp` takes equal dtypes only
     grads = [grad.to(kept.dtype) for grad, kept in zip(grads, momenta, strict=True)]
-    torch._foreach_lerp_(momenta, grads, weight)
+    torch._foreach_lerp_(momenta, grads, mix)
     # no outs: the momenta themselves are the directions
     for out, grad, kept in zip(outs, grads, momenta, strict=False):
         if of_momentum != 1.0:
@@ -152,7 +152,7 @@ def _update(
     lists: Sequence[list[Tensor]], grad_scale: Tensor | None, numbers: Sequence[float]
 ) -> None:
     weights, copies, updates = lists
-    decay, rate, cautious = numbers
+    minus_decay, minus_lr, cautious = numbers
     if grad_scale is not None and math.isnan(grad_scale):
         return
     # the addition itself converts updates that are narrower than their weight
@@ -160,21 +160,23 @@ def _update(
         update if update.dtype.itemsize < weight.dtype.itemsize else update.to(weight.dtype)
         for update, weight in zip(updates, weights, strict=True)
     ]
-    if decay and cautious:
-        _decay_cautiously(weights, narrow, decay)
-    elif decay:
+    if minus_decay and cautious:
+        _decay_cautiously(weights, narrow, minus_decay)
+    elif minus_decay:
         # p - decay * p instead of (1 - decay) * p: rounds as emerging-optimizers does
-        torch._foreach_add_(weights, weights, alpha=decay)
-    torch._foreach_add_(weights, narrow, alpha=rate)
+        torch._foreach_add_(weights, weights, alpha=minus_decay)
+    torch._foreach_add_(weights, narrow, alpha=minus_lr)
     if copies:
         torch._foreach_copy_(copies, weights)
 
 
-def _decay_cautiously(weights: Sequence[Tensor], updates: Sequence[Tensor], decay: float) -> None:
-    """Do ``p += decay p`` where Note [Cautious weight decay] says so."""
+def _decay_cautiously(
+    weights: Sequence[Tensor], updates: Sequence[Tensor], minus_decay: float
+) -> None:
+    """Do ``p += minus_decay p`` where Note [Cautious weight decay] says so."""
     # one by one, so that only one parameter's signs need memory
     for weight, update in zip(weights, updates, strict=True):
-        weight.add_(weight * (weight.sign() * update.sign() >= 0), alpha=decay)
+        weight.add_(weight * (weight.sign() * update.sign() >= 0), alpha=minus_decay)
 
 
 def adam_(

@@ -101,12 +101,12 @@ class Storage:
         tensors = {**main, **self.optimizer.state[shard.main]}
         return {kind: local_of(value) for kind, value in tensors.items()}
 
-    def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
+    def common_state(self, steps: Sequence[int], main_optimizer: str | None) -> dict[str, Any]:
         """Return what checkpoints store once for all ranks: groups, steps and loss scale.
 
         ``steps`` are the step counts of each parameter group's state, or -1. For whole parameters,
-        megatron-core names all optimizers but the ``main`` one in groups, and matches groups by
-        name.
+        megatron-core names all optimizers but the ``main_optimizer`` in groups, and matches
+        groups by name.
         """
         raise NotImplementedError
 

@@ -2,6 +2,6 @@
 
 A storage says it in shards (:mod:`~megatron_eopt.storage.shard`) and has the methods of
 :class:`~megatron_eopt.optimizers.storage.Storage`. The storages themselves stand in
-:mod:`megatron_eopt.wrappers`: ``replicated``, ``zero1``, ``dtensors``, ``parts``.
+:mod:`megatron_eopt.wrappers`: ``replicated``, ``zero1``, ``dtensors``, ``declared_shards``.
 Whoever changes a meaning here reads ``optimizers`` and ``wrappers``, which agree on it.
 """

@@ -48,6 +48,7 @@ from megatron_eopt.storage.interface import finish_gathers, gather_buckets
 from megatron_eopt.wrappers.gradients import (
     GradNorm,
     clipped,
+    exceeds,
     fuses_grad_scale,
     non_finite,
     unscale_,
@@ -81,7 +82,7 @@ class OptimizerChain(ChainedOptimizer):
         self.config = settings.original  # callers may change what steps read
         self.policy = Policy.of(settings)
         # name of the main optimizer, if a configuration gives it
-        self._main = settings.optimizer if isinstance(settings, Settings) else None
+        self._main_optimizer = settings.optimizer if isinstance(settings, Settings) else None
         # one for all storages: megatron-core makes one for each optimizer
         # (``_get_megatron_optimizer_based_on_param_groups``), and then only some of them notice an
         # overflow
@@ -95,8 +96,8 @@ class OptimizerChain(ChainedOptimizer):
         self.skipped_steps = 0
         self.is_sharded = any(item.in_buffers for item in storages)
         self.number, self.superseded = -1, False  # see megatron_eopt.wrappers.factory
-        # whether the host reads norms one step later; see Note [No waits]
-        self.reads_norms_late = passes.KERNELS.runs(torch.empty(0, device="cuda"))
+        # if so, the host reads norms one step later; see Note [No waits] of gradients.py
+        self.has_kernels = passes.KERNELS.runs(torch.empty(0, device="cuda"))
         self._overlap: Overlap | None = None
         if settings.config.muon_overlap_dp_comm:
             self._overlap = Overlap(
@@ -183,7 +184,7 @@ class OptimizerChain(ChainedOptimizer):
             norms = self.norms(None if self._overlap is None else self._overlap.join())
             check = None if self.step_checks is None else self.step_checks.due(self._steps_done)
             # the host of a step that is checked waits anyway
-            late = self.reads_norms_late and check is None and self._may_read_late(norms)
+            late = self.has_kernels and check is None and self._may_read_late(norms)
             found: Any = norms[None].value if late else self._read(norms)
             if self._overlap is not None and self._overlap.has_looked:
                 # with the verdict on the norm, the host launches one of two ways to step
@@ -198,7 +199,7 @@ class OptimizerChain(ChainedOptimizer):
                 norms,
                 # With a norm for each of several groups, the factor differs by parameter, and
                 # cannot be folded. Without our kernels, passes would copy gradients to scale them.
-                fold=self.reads_norms_late and len(norms) == 1,
+                fuses=self.has_kernels and len(norms) == 1,
             ):
                 # after clipping, as in megatron-core
                 zeros = self.count_zeros() if self.settings.original.log_num_zeros_in_grad else None
@@ -244,8 +245,8 @@ class OptimizerChain(ChainedOptimizer):
 
     def _keeps(self, norm: float) -> bool:
         """Return whether gradients of this norm are neither clipped nor skipped."""
-        most = self.settings.original.clip_grad
-        return norm + 1e-6 <= (most or math.inf) and not self.is_above_skip_threshold(norm)
+        is_clipped = exceeds(norm, self.settings.original.clip_grad)
+        return not (is_clipped or self.is_above_skip_threshold(norm))
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -307,7 +308,7 @@ class OptimizerChain(ChainedOptimizer):
         self.read_late()
         norms = self.norms()
         found = self._read(norms)
-        with clipped(self.chained_optimizers, clip_grad, norms, fold=False):
+        with clipped(self.chained_optimizers, clip_grad, norms, fuses=False):
             pass
         return found
 
@@ -348,7 +349,8 @@ class OptimizerChain(ChainedOptimizer):
         """Return this rank's state; only ``sharded_state_dict`` has state of ZeRO-1 fragments."""
         names = names_in(self._named_chunks)
         states = [
-            local_state.save(storage, self._main, names) for storage in self.chained_optimizers
+            local_state.save(storage, self._main_optimizer, names)
+            for storage in self.chained_optimizers
         ]
         return states[0] if len(states) == 1 else states
 
@@ -374,7 +376,7 @@ class OptimizerChain(ChainedOptimizer):
             # megatron-core writes this form itself; ``checkpoint/requests.py`` only reads it
             state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
             state[BUFFER_PARAMS] = optimizer_state.complete_buckets(
-                self.chained_optimizers, model_sharded_state_dict, state, self._main
+                self.chained_optimizers, model_sharded_state_dict, state, self._main_optimizer
             )
             return state
         if self.is_stub_optimizer:
@@ -383,7 +385,7 @@ class OptimizerChain(ChainedOptimizer):
             self.chained_optimizers,
             model_sharded_state_dict,
             is_loading=is_loading,
-            main=self._main,
+            main_optimizer=self._main_optimizer,
             policy=self.policy,
             by_bucket=by_bucket,
             model_chunks=self._named_chunks,

@@ -32,6 +32,11 @@ _MARGIN = 1e-6
 """Added to the norm in the denominator of the clipping factor, as in megatron-core."""
 
 
+def exceeds(norm: float, max_norm: float) -> bool:
+    """Return whether gradients of this norm are clipped; ``max_norm`` 0 turns clipping off."""
+    return not norm + _MARGIN <= (max_norm or math.inf)
+
+
 def make_scaler(settings: RunSettings) -> Any:
     """Return megatron-core's gradient scaler, constant or dynamic; None without a loss scale."""
     if settings.config.loss_scale:
@@ -167,12 +172,12 @@ class GradNorm:
             if param is not None and not math.isfinite(norm)
         ]
 
-    def factor(self, most: float) -> Tensor:
-        """Return ``min(1, most / (norm + 1e-6))``, float32 of shape () on the device.
+    def factor(self, max_norm: float) -> Tensor:
+        """Return ``min(1, max_norm / (norm + 1e-6))``, float32 of shape () on the device.
 
-        It is 1 if ``most`` is 0, and NaN if the norm is not finite.
+        It is 1 if ``max_norm`` is 0, and NaN if the norm is not finite.
         """
-        limit = torch.full_like(self.value, most or math.inf)
+        limit = torch.full_like(self.value, max_norm or math.inf)
         scale = torch.div(limit, self.value + _MARGIN).clamp_(max=1.0)
         # inf - inf and nan - nan are nan
         return (scale + (self.value - self.value)).float()
@@ -201,28 +206,28 @@ def fuses_grad_scale(storage: Storage) -> bool:
 @contextmanager
 def clipped(
     storages: Sequence[Storage],
-    most: float,
+    max_norm: float,
     norms: Mapping[str | None, GradNorm],
     *,
-    fold: bool,
+    fuses: bool,
 ) -> Iterator[None]:
-    """In a block, clip gradients to a norm of ``most``.
+    """In a block, clip gradients to a norm of ``max_norm``.
 
     Args:
         storages: The optimizers of the chain.
-        most: Largest norm; 0 turns clipping off.
+        max_norm: Largest norm; 0 turns clipping off.
         norms: The norm of each special group by its name, and of all other gradients by None.
-        fold: Whether update rules that support it clip while they read gradients.
+        fuses: Whether update rules that support it clip while they read gradients.
     """
-    factors = {name: norm.factor(most) for name, norm in norms.items()}
+    factors = {name: norm.factor(max_norm) for name, norm in norms.items()}
     # a factor of 1 is skipped, unless only the device knows it
     applied = {n for n, f in factors.items() if passes.KERNELS.runs(f) or float(f) != 1.0}
-    clips = most > 0 and bool(applied)
+    clips = max_norm > 0 and bool(applied)
     by_norm: dict[str | None, list[Tensor]] = {}
     rules = list(rules_of(storages))
     for update_rule in rules:
         folded = None
-        if fold and update_rule.fuses_grad_scale:
+        if fuses and update_rule.fuses_grad_scale:
             # `factor(0)` is 1, or NaN if the norm is not finite, so that the rule writes nothing
             folded = factors[None] if update_rule.is_clipped else norms[None].factor(0.0)
         update_rule.scale_gradients(folded)

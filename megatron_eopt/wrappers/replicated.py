@@ -37,10 +37,14 @@ _SAMPLED = 64
 class Replicated(Storage):
     """What wrappers of whole parameters have in common; a mixin for megatron-core's."""
 
-    def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
+    def common_state(self, steps: Sequence[int], main_optimizer: str | None) -> dict[str, Any]:
         """Return what checkpoints store once for all ranks."""
         groups = [
-            {k: v for k, v in group.items() if k != "params" and (k, v) != ("optimizer", main)}
+            {
+                k: v
+                for k, v in group.items()
+                if k != "params" and (k, v) != ("optimizer", main_optimizer)
+            }
             for group in self.optimizer.param_groups
         ]
         done = max(steps, default=-1)
@@ -51,10 +55,10 @@ class Replicated(Storage):
 class MainParamsOptimizer(Replicated, Float16OptimizerWithFloat16Params):
     """For bf16 and fp16: steps float32 copies of the parameters."""
 
-    def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
+    def common_state(self, steps: Sequence[int], main_optimizer: str | None) -> dict[str, Any]:
         """Return the same in the format of megatron-core's wrapper, with the loss scale."""
         scale = {"grad_scaler": self.grad_scaler.state_dict()} if self.grad_scaler else {}
-        return {"optimizer": super().common_state(steps, main), **scale}
+        return {"optimizer": super().common_state(steps, main_optimizer), **scale}
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return this rank's main weights with its parts of the parameters."""

@@ -76,12 +76,12 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
             state["grad_scaler"] = self.grad_scaler.state_dict()
         return state
 
-    def common_state(self, steps: Sequence[int], main: str | None) -> dict[str, Any]:
+    def common_state(self, steps: Sequence[int], main_optimizer: str | None) -> dict[str, Any]:
         """Return what reshardable checkpoints store once for all ranks."""
         state = self.state_dict()
         for group, count in zip(state["optimizer"]["param_groups"], steps, strict=True):
             group[STEP] = count if count >= 0 else self.steps
-            if group.get("optimizer") == main:
+            if group.get("optimizer") == main_optimizer:
                 del group["optimizer"]
         return {**state, "param_state_sharding_type": "fully_reshardable"}
 

@@ -173,7 +173,9 @@ def test_coefficients_that_diverge_in_an_iteration_of_a_class_are_refused(optimi
 
 
 @pytest.mark.parametrize("layout", ["matrix_state", "matrix_update"])
-def test_a_class_that_cannot_update_shards_gets_whole_matrices_of_fused_weights(layout: Any) -> None:
+def test_a_class_that_cannot_update_shards_gets_whole_matrices_of_fused_weights(
+    layout: Any,
+) -> None:
     entry = EmergingOptimizerEntry(torch.optim.Adagrad, state_layout=layout)
     with registered("own", entry):
         config = EmergingOptimizerConfig(optimizer="own", lr=0.1, use_distributed_optimizer=True)

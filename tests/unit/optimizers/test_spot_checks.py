@@ -82,7 +82,7 @@ def stepped(run: Run, flips: list[Flip | None], late: bool = False) -> list[dict
     If it is read ``late``, the norm of the next step is asked for.
     """
     chunk, optimizer = build(run)
-    optimizer.reads_norms_late = late
+    optimizer.has_kernels = late
     gradients(run, chunk, optimizer, 0)
     assert optimizer.step()[0]
     finish_gathers([chunk])

@@ -23,7 +23,7 @@ def gradients(exempt: bool, by_hand: bool = False) -> dict[str, Any]:
     optimizer = make_optimizer(run, chunk, config=config)
     inject(run, chunk, 0)
     # as on a GPU, whose kernels scale gradients while they read them
-    optimizer.reads_norms_late = True
+    optimizer.has_kernels = True
     composite = optimizer.chained_optimizers[0].optimizer
     factors: list[Any] = []
     if by_hand:

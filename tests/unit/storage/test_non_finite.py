@@ -191,7 +191,7 @@ def read_late(late: bool, fields: dict[str, Any], storage: bool, bad: float) -> 
     given = {"optimizer": "muon", "lr": 0.01, "use_distributed_optimizer": storage}
     config = EmergingOptimizerConfig(**given | fields.get("config", {}))
     optimizer = megatron_eopt.get_megatron_optimizer(config, [chunk])
-    optimizer.reads_norms_late = late
+    optimizer.has_kernels = late
     found: dict[str, Any] = {"norms": []}
     for step, limit in enumerate((1e9, 0.5, 1e9, 1e9)):
         gradients(run, chunk, optimizer, step)
@@ -259,7 +259,7 @@ def above_the_threshold(late: bool) -> tuple[bool, bool]:
         optimizer="muon", lr=0.01, use_distributed_optimizer=True, grad_norm_skip_threshold=1e-3
     )
     optimizer = megatron_eopt.get_megatron_optimizer(config, [chunk])
-    optimizer.reads_norms_late = late
+    optimizer.has_kernels = late
     gradients(run, chunk, optimizer, 0)
     before = values(chunk, optimizer)
     done, *_ = optimizer.step()

@@ -52,7 +52,7 @@ def suffer(run: Run, faults: list[Fault], late: bool = False, **fields: Any) -> 
     Asserts that weights and state are right, or those before the step.
     """
     chunk, optimizer = build(run, **fields)
-    optimizer.reads_norms_late = late
+    optimizer.has_kernels = late
     gradients(run, chunk, optimizer, 0)
     assert optimizer.step()[0]
     finish_gathers([chunk])
