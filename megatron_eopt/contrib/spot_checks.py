@@ -43,8 +43,7 @@ from megatron_eopt.base.errors import SpotCheckError
 from megatron_eopt.base.log import inform
 from megatron_eopt.layouts import Layout, Matrix, Redistribution, WaveBatch
 from megatron_eopt.layouts.assignment import plan_waves
-from megatron_eopt.layouts.boxes import Boxes
-from megatron_eopt.layouts.plan import sum_of_weights
+from megatron_eopt.layouts.boxes import Boxes, weights_of
 from megatron_eopt.math import standard_flops
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
@@ -571,7 +570,5 @@ def _copies_of(layout: Layout) -> int:
     """Return how often each element is stored; 0 if some are stored more often than others."""
     boxes, (rows, cols) = layout.boxes, layout.shape
     copies = int(boxes.area.sum()) // max(1, rows * cols)
-    heights = sum_of_weights(boxes.bottom) - sum_of_weights(boxes.row)
-    widths = sum_of_weights(boxes.right) - sum_of_weights(boxes.column)
-    of_all = sum_of_weights(np.array([rows])) * sum_of_weights(np.array([cols]))
-    return copies if (heights * widths).sum() == of_all[0] * np.uint64(copies) else 0
+    of_all = weights_of(np.zeros(2, np.int64), np.array([rows, cols]))
+    return copies if boxes.weights.sum() == of_all * np.uint64(copies) else 0

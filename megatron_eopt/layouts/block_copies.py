@@ -5,27 +5,19 @@ block; it follows from sizes. ``table`` has for each block two addresses, three 
 strides each for source and sink.
 """
 
+import math
 from collections.abc import Sequence
-from functools import lru_cache
 
-import numpy as np
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_eopt.base.gpu import Table
+from megatron_eopt.base.kernel_tables import TYPES, programs_of, table_of
 
 BLOCK = tl.constexpr(2048)
 """Elements that one program copies."""
 
 _FIELDS = tl.constexpr(9)
-_TYPES = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
 
 
 @triton.jit
@@ -67,22 +59,6 @@ def _copy(
     tl.store(sink + columns, values, mask=mask)
 
 
-@lru_cache(maxsize=128)
-def _programs(device: torch.device, sizes: tuple[tuple[int, ...], ...]) -> tuple[Table, int]:
-    """Return the table of programs and how many there are, given the size of each block."""
-    counts = -(-np.array(sizes, np.int64).prod(1) // BLOCK.value)
-    number = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    part = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return Table(np.stack([number, part.astype(np.int32)]), device), len(number)
-
-
-# Addresses mostly repeat from step to step, because torch's allocator hands out the same memory.
-# Then no table is built or uploaded.
-@lru_cache(maxsize=1024)
-def _table(device: torch.device, blocks: tuple[tuple[int, ...], ...]) -> Table:
-    return Table(np.array(blocks, np.int64), device)
-
-
 def launch(outs: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
     """Copy blocks to ``outs``: 1-D to 3-D, the last dimension dense, one dtype on each side.
 
@@ -98,9 +74,17 @@ def launch(outs: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
         row = (block.data_ptr(), out.data_ptr(), *sizes, *source, *sink)
         aligned = not any(number % 16 for number in (*row[:2], *row[4:]))
         parts.setdefault(aligned, []).append(row)
-    device, types = outs[0].device, (_TYPES[blocks[0].dtype], _TYPES[outs[0].dtype])
+    device = outs[0].device
+    read, write = (TYPES[side[0].dtype] for side in (blocks, outs))
     for aligned, rows in parts.items():
-        programs, count = _programs(device, tuple(row[2:5] for row in rows))
-        if count:
-            tables = (programs.on_this_stream(), _table(device, tuple(rows)).on_this_stream())
-            _copy[(count,)](*tables, *types, aligned, num_warps=8, enable_fp_fusion=False)
+        counts = tuple(-(-math.prod(row[2:5]) // BLOCK.value) for row in rows)
+        if any(counts):
+            _copy[(sum(counts),)](
+                programs_of(device, counts).on_this_stream(),
+                table_of(device, tuple(rows)).on_this_stream(),
+                read,
+                write,
+                aligned,
+                num_warps=8,
+                enable_fp_fusion=False,
+            )

@@ -18,6 +18,28 @@ from megatron_eopt.base.names import Int64Array
 type Mask = npt.NDArray[np.bool_]
 type IntLike = int | Int64Array | list[int]
 
+
+def sum_of_weights(count: Int64Array) -> npt.NDArray[np.uint64]:
+    """Return the sum of the first ``count`` weights modulo 2^64: a hash, which is 0 for 0."""
+    # Multiplications and shifts that spread bits, with 2^64 over the golden ratio and the constant
+    # of degski's 64-bit hash. numpy's arrays wrap around silently.
+    value = count.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    value ^= value >> np.uint64(32)
+    value *= np.uint64(0xD6E8FEB86659FD93)
+    return value ^ value >> np.uint64(29)
+
+
+def weights_of(low: Int64Array, high: Int64Array) -> npt.NDArray[np.uint64]:
+    """Return the sum of the weights of each box's elements modulo 2^64, given its two corners.
+
+    An element's weight is the product of fixed, seemingly random numbers, one of each index. So an
+    element that is held twice does not make up for one that is missing, and a sum takes no time
+    for elements: those of a box factor, and differences of prefix sums give each factor.
+    """
+    sides = sum_of_weights(high) - sum_of_weights(low)
+    return np.asarray(np.multiply.reduce(sides, axis=-1), np.uint64)
+
+
 RANK, ROW, COLUMN, HEIGHT, WIDTH, OFFSET, STRIDE, SOURCE, MATRIX, TENSOR = range(10)
 
 
@@ -104,6 +126,12 @@ class Boxes:
         # storage stays where it is: the part begins further on in the same tensor
         table[:, OFFSET] += (row - self.row) * self.stride + column - self.column
         return Boxes(table)
+
+    @property
+    def weights(self) -> npt.NDArray[np.uint64]:
+        """Sums by which boxes cover a matrix or not; see :func:`weights_of`."""
+        low = np.stack([self.row, self.column], axis=1)
+        return weights_of(low, np.stack([self.bottom, self.right], axis=1))
 
     def held(self, world_size: int) -> Int64Array:
         """Return the number of elements on each rank, int64 ``(world_size,)``."""

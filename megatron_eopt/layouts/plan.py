@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import Int64Array
 from megatron_eopt.layouts.assignment import first_uses
-from megatron_eopt.layouts.boxes import MATRIX, OFFSET, TENSOR, Boxes
+from megatron_eopt.layouts.boxes import MATRIX, OFFSET, TENSOR, Boxes, weights_of
 from megatron_eopt.layouts.exchange import Copy, Exchange, build_exchange
 from megatron_eopt.layouts.layout import Layout
 
@@ -138,38 +137,21 @@ def build_plan(
 
 
 def _check_cover(names: Sequence[str], shapes: Sequence[tuple[int, int]], boxes: Boxes) -> None:
-    """Raise unless the sources of each matrix hold every element once, all of them inside it.
-
-    Element ``(i, j)`` has the weight ``w_i w_j`` with fixed, seemingly random ``w``, so that an
-    element that is held twice does not make up for one that is missing.
-    """
-    rows, cols = np.array(shapes, np.int64).reshape(-1, 2).T
-    # The weights of a box factor into rows and columns, and differences of prefix sums give them.
-    # So the check takes time linear in boxes, not in elements.
+    """Raise unless the sources of each matrix hold every element once, all of them inside it."""
+    sides = np.array(shapes, np.int64).reshape(-1, 2)
+    rows, cols = sides.T
     inside = (boxes.row >= 0) & (boxes.bottom <= rows[boxes.matrix])
     inside &= (boxes.column >= 0) & (boxes.right <= cols[boxes.matrix])
     held = boxes.take(inside & (boxes.source == 1))
-    heights = sum_of_weights(held.bottom) - sum_of_weights(held.row)
-    widths = sum_of_weights(held.right) - sum_of_weights(held.column)
     covered = np.zeros(len(names), np.uint64)
-    np.add.at(covered, held.matrix, heights * widths)
-    wrong = covered != sum_of_weights(rows) * sum_of_weights(cols)
+    np.add.at(covered, held.matrix, held.weights)
+    wrong = covered != weights_of(np.zeros_like(sides), sides)
     # what is outside was left out of the sum, which may be right by itself
     wrong[boxes.matrix[~inside]] = True
     if wrong.any():
         bad = int(wrong.argmax())
         rule = f"must hold each element of the {shapes[bad]} matrix once"
         raise ConfigurationError("layout", names[bad], rule, "Give every element one source rank")
-
-
-def sum_of_weights(count: Int64Array) -> npt.NDArray[np.uint64]:
-    """Return the sum of the first ``count`` weights modulo 2^64: a hash, which is 0 for 0."""
-    # Multiplications and shifts that spread bits, with 2^64 over the golden ratio and the constant
-    # of degski's 64-bit hash. numpy's arrays wrap around silently.
-    value = count.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    value ^= value >> np.uint64(32)
-    value *= np.uint64(0xD6E8FEB86659FD93)
-    return value ^ value >> np.uint64(29)
 
 
 def _stack(layouts: Sequence[Layout], tensor: Int64Array | int) -> Boxes:

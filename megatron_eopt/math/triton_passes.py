@@ -7,27 +7,18 @@ in torch's kernels.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import chain
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_eopt.base.gpu import Table
+from megatron_eopt.base.kernel_tables import TYPES, programs_of, table_of
 from megatron_eopt.math import passes
 
 BLOCK = tl.constexpr(passes.BLOCK)
 """Elements per program."""
-
-_TYPES = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
 
 
 @triton.jit
@@ -169,20 +160,6 @@ def adam(programs, table, count, grad_scale, numbers, dtypes: tl.constexpr, alig
         tl.store(_at(table, 4 * count, number, dtypes[3], aligned) + places, rounded, mask=mask)
 
 
-@lru_cache(maxsize=128)
-def _programs(device: torch.device, counts: tuple[int, ...]) -> Table:
-    """Return the table of programs, given the number of blocks of each tensor."""
-    number = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    firsts = np.cumsum(counts, dtype=np.int64) - counts
-    block = np.arange(len(number)) - np.repeat(firsts, counts)
-    return Table(np.stack([number, block.astype(np.int32)]), device)
-
-
-@lru_cache(maxsize=1024)
-def _table(device: torch.device, sizes_and_addresses: tuple[int, ...]) -> Table:
-    return Table(np.array(sizes_and_addresses, np.int64), device)
-
-
 def launch(
     name: str,
     lists: Sequence[Sequence[Tensor]],
@@ -194,7 +171,7 @@ def launch(
     Tensors at the same index have one size, and those of a list one dtype; sums are as many as the
     blocks. Tensors that are not aligned get a launch of their own, since they need narrow loads.
     """
-    dtypes = tuple(_TYPES[some[0].dtype] if some else None for some in lists)
+    dtypes = tuple(TYPES[some[0].dtype] if some else None for some in lists)
     # a kernel does not read the addresses of an empty list
     columns = [[tensor.data_ptr() for tensor in some] or [0] * len(lists[0]) for some in lists]
     parts: dict[bool, list[tuple[int, ...]]] = {}
@@ -206,10 +183,10 @@ def launch(
         counts = tuple(-(-row[0] // BLOCK.value) for row in rows)
         if not any(counts):
             continue
-        table = _table(device, tuple(chain(*zip(*rows, strict=True))))
+        sizes_and_addresses = tuple(chain(*zip(*rows, strict=True)))
         globals()[name][(sum(counts),)](
-            _programs(device, counts).on_this_stream(),
-            table.on_this_stream(),
+            programs_of(device, counts).on_this_stream(),
+            table_of(device, sizes_and_addresses).on_this_stream(),
             len(rows),
             grad_scale,
             tuple(np.array(numbers, np.float32).tolist()),  # kernels take float32

@@ -17,7 +17,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import PLACE_ATTRIBUTE
 from megatron_eopt.base.place import declared_box
 from megatron_eopt.layouts import Layout, block_layout
-from megatron_eopt.layouts.plan import sum_of_weights
+from megatron_eopt.layouts.boxes import weights_of
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.storage.shard import ParamShard, Ranks, box_layouts
@@ -128,11 +128,8 @@ class _Boxes:
 
     def cover(self, whole: tuple[int, ...]) -> bool:
         """Return whether the boxes, each copy counted once, are the whole parameter."""
-        # each index has a pseudo-random weight, and a box the product of its sides' sums. Boxes
-        # with gaps or overlaps add up to the whole only by chance
-        sizes = sum_of_weights(self.high) - sum_of_weights(self.low)
-        covered = np.multiply.reduce(sizes, axis=1)[self.is_first].sum()
-        return bool(covered == np.multiply.reduce(sum_of_weights(np.array(whole, np.int64))))
+        covered = weights_of(self.low, self.high)[self.is_first].sum()
+        return bool(covered == weights_of(np.zeros(len(whole), np.int64), np.array(whole)))
 
     def layout(self, whole: tuple[int, ...], cols: int, name: str) -> Layout:
         ranks = np.arange(len(self.low))

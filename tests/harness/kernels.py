@@ -20,6 +20,7 @@ from megatron_eopt.layouts import redistribution
 from megatron_eopt.math import norms, passes, products
 
 NAMES = (
+    "megatron_eopt.base.kernel_tables",
     "megatron_eopt.math.triton_passes",
     "megatron_eopt.math.triton_normalize",
     "megatron_eopt.math.triton_products",

@@ -70,16 +70,9 @@ PASSES = {
         "tl.store(firsts, first.to(dtypes[1])", "tl.store(firsts, second.to(dtypes[1])"
     ),
     "stale addresses": Fault(
-        "table = _table(device, tuple(chain(*zip(*rows, strict=True))))",
-        "table = _table(device, tuple(chain(*zip(*rows, strict=True))))\n"
-        "        table = globals().setdefault(f'{name}{counts}{dtypes}', table)",
+        "table_of(device, sizes_and_addresses).",
+        "globals().setdefault(f'{name}{counts}{dtypes}', table_of(device, sizes_and_addresses)).",
     ),
-    "blocks counted over all tensors": Fault("- np.repeat(firsts, counts)", ""),
-    "the first tensor for all": Fault(
-        "np.repeat(np.arange(len(counts), dtype=np.int32), counts)",
-        "np.repeat(np.zeros(len(counts), dtype=np.int32), counts)",
-    ),
-    "another 16-bit type": Fault("torch.bfloat16: tl.bfloat16", "torch.bfloat16: tl.float16"),
     "numbers in 16 bits": Fault("np.array(numbers, np.float32)", "np.array(numbers, np.float16)"),
     "a launch too short": Fault("[(sum(counts),)]", "[(sum(counts) - 1,)]"),
 }
@@ -161,12 +154,20 @@ COPIES = {
         "width = _number(block, 4, aligned)", "width = _number(block, 3, aligned)"
     ),
     "stale addresses": Fault(
-        "_table(device, tuple(rows)).on_this_stream()",
-        "globals().setdefault(f'{types}{count}', _table(device, tuple(rows))).on_this_stream()",
+        "table_of(device, tuple(rows)).",
+        "globals().setdefault(f'{read}{write}{counts}', table_of(device, tuple(rows))).",
     ),
+    "a launch too short": Fault("_copy[(sum(counts),)]", "_copy[(sum(counts) - 1,)]"),
+}
+
+# what the kernels of passes and those of copies are launched with
+OF_BOTH = {
     "another 16-bit type": Fault("torch.bfloat16: tl.bfloat16", "torch.bfloat16: tl.float16"),
-    "parts counted over all blocks": Fault("- np.repeat(np.cumsum(counts) - counts, counts)", ""),
-    "a launch too short": Fault("_copy[(count,)]", "_copy[(count - 1,)]"),
+    "blocks counted over all tensors": Fault("- np.repeat(firsts, blocks)", ""),
+    "the first tensor for all": Fault(
+        "np.repeat(np.arange(len(blocks), dtype=np.int32), blocks)",
+        "np.repeat(np.zeros(len(blocks), dtype=np.int32), blocks)",
+    ),
 }
 
 TABLES = {
@@ -175,7 +176,14 @@ TABLES = {
     "math.triton_normalize": (norms.KERNELS, NORMS),
     "layouts.block_copies": (redistribution.KERNELS, COPIES),
 }
-FAULTS = [(module, name) for module, (_, faults) in TABLES.items() for name in faults]
+FAULTS = [
+    *((module, *TABLES[module], name) for module in TABLES for name in TABLES[module][1]),
+    *(
+        ("base.kernel_tables", family, OF_BOTH, name)
+        for family in (passes.KERNELS, redistribution.KERNELS)
+        for name in OF_BOTH
+    ),
+]
 
 
 def changed_text(module: str, fault: Fault, folder: Path) -> dict[str, Path]:
@@ -187,9 +195,14 @@ def changed_text(module: str, fault: Fault, folder: Path) -> dict[str, Path]:
     return {f"megatron_eopt.{module}": file}
 
 
-@pytest.mark.parametrize(("module", "name"), FAULTS, ids=[f"{m}: {n}" for m, n in FAULTS])
-def test_a_fault_in_a_kernel_a_table_or_a_launch_is_found(module, name, tmp_path, caplog):
-    family, faults = TABLES[module]
+@pytest.mark.parametrize(
+    ("module", "family", "faults", "name"),
+    FAULTS,
+    ids=[f"{module}, {family.name}: {name}" for module, family, _, name in FAULTS],
+)
+def test_a_fault_in_a_kernel_a_table_or_a_launch_is_found(
+    module, family, faults, name, tmp_path, caplog
+):
     x = torch.ones(32, 32, dtype=torch.float16)
     with checked_kernels(changed_text(module, faults[name], tmp_path)):
         assert not family.runs(x)
