@@ -24,7 +24,7 @@ from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.matrices import qkv
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import config, cut, eager, far, set_gradients, weights
+from tests.unit.fsdp2.model import Model, config, cut, eager, far, named, set_gradients, weights
 from tests.unit.fsdp2.test_training import Network
 
 EXPERTS = 4
@@ -210,3 +210,22 @@ def frozen_step():
 def test_a_weight_that_is_frozen_after_fully_shard_would_go_on_training():
     for message in run_ranks(2, frozen_step, timeout=120):
         assert "was set after fully_shard" in message
+
+
+@eager
+def stepped_by_muon(layout):
+    """Return which weights have momentum, of two that were kept from it before they were cut."""
+    model = Model()
+    names = ("down.weight", "wide.weight")
+    for name in names:
+        model.get_parameter(name).use_muon = False
+    model = cut(model, layout, "up")
+    named(model)["down.weight"].use_muon = True
+    optimizer = build_optimizer(model, config("muon"))
+    stepped(model, optimizer, 0)
+    return [name for name in names if "momentum_buffer" in optimizer.state[named(model)[name]]]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "units"])
+def test_what_is_set_on_a_cut_weight_counts(layout):
+    assert run_ranks(2, stepped_by_muon, layout, timeout=120) == [["down.weight"]] * 2

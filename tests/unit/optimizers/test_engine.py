@@ -1,5 +1,6 @@
 """The engine on its own: any storage, any mode, and what it refuses."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.layouts import Layout
 from megatron_eopt.math import orthogonalize
 from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.exchange import ExchangeConfig, MatrixExchange
-from megatron_eopt.storage.shard import Fragment
+from megatron_eopt.storage.shard import Fragment, ParamShard
 from megatron_eopt.storage.slabs import partition_dim_and_group, row_group
 from tests.harness import run_ranks
 from tests.harness.shards import StoredParameter
@@ -88,6 +90,7 @@ def cuts():
     for name, param in {
         "dense": parameter(partition_dim=1),
         "expert": parameter(partition_dim=1, allreduce=False),
+        "expert by its other name": parameter(partition_dim=1, expert_tp=True),
         "not cut": parameter(partition_dim=-1),
         "Transformer Engine's duplicate": parameter(partition_dim=0, tensor_model_parallel=False),
         "rematerialized over one rank": parameter(partition_dim=0, is_gtp_weight_remat=True),
@@ -104,11 +107,22 @@ def test_which_group_cuts_a_parameter():
     assert run_ranks(2, cuts)[0] == {
         "dense": (1, True, False),
         "expert": (-1, False, False),
+        "expert by its other name": (-1, False, False),
         "not cut": (-1, False, False),
         "Transformer Engine's duplicate": (-1, False, False),
         "rematerialized over one rank": (0, True, False),
         "rematerialized expert": (-1, False, True),
     }
+
+
+@pytest.mark.parametrize(
+    ("rows", "padding", "fits"), [(4, 0, True), (5, 2, True), (5, 0, False), (3, 0, False)]
+)
+def test_a_tensor_has_its_matrices_and_padding_and_nothing_else(rows, padding, fits):
+    stored = whole((4, 2)), (Layout.whole((4, 2), 0),)
+    expected = nullcontext() if fits else pytest.raises(ConfigurationError, match="covers 8")
+    with expected:
+        ParamShard("w", torch.zeros(rows, 2), *stored, shape=(rows, 2), padding=padding)
 
 
 @pytest.mark.parametrize("grows", [False, True])
