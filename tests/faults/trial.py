@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from tests.faults import ROOT, Fault, faults
@@ -70,7 +71,7 @@ def tried(fault: Fault, folder: Path, timeout: float) -> Outcome:
         done = subprocess.run(
             command,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": ""},
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -83,6 +84,8 @@ def tried(fault: Fault, folder: Path, timeout: float) -> Outcome:
         verdict, by = HANGS, ""
     finally:
         file.write_text(before)
+        # Python would take it for that of the next fault if both files are of the same second
+        Path(cache_from_source(str(file))).unlink(missing_ok=True)
     return Outcome(fault, verdict, by, time.monotonic() - start)
 
 
