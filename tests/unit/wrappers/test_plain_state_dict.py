@@ -14,9 +14,14 @@ from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.storage.full_state import Case, build, differences, full_state, steps
 from tests.unit.storage.runs import DENSE, PLAIN, SHARDED
-from tests.unit.wrappers.test_plain_checkpoint import IN_BF16, SMALL, plain
+from tests.unit.wrappers.test_plain_checkpoint import ADAPTIVE, BF16, SMALL, plain
 
 MODEL = {**DENSE, "hidden": 48}
+IN_BF16 = [
+    *(plain(name, BF16) for name in ("muon", "soap", "lion", "adam", "sgd")),
+    *ADAPTIVE,
+    replace(plain("muon", BF16), float32="norm"),
+]
 
 
 def in_few_bits(storage: dict[str, bool], *dtypes: str) -> list[Case]:
