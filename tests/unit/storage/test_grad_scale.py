@@ -14,6 +14,7 @@ from megatron_eopt.base import kernels
 from megatron_eopt.math import passes
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.testing.scene import forget_megatron
+from megatron_eopt.wrappers.gradients import GradNorm
 from tests.harness import run_ranks
 from tests.harness.kernels import interpreted_kernels
 from tests.harness.tiers import mostly_long
@@ -99,3 +100,20 @@ def test_a_coefficient_is_what_gradients_were_multiplied_by(name):
         assert name == "adam" or not re.search(r"linear_\w+\.weight$", key)
         rtol = 2**-7 if folded[key].dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(kernels[key], folded[key], rtol=rtol, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("norm", "max_norm", "factor"),
+    [
+        (4.0, 1.0, 0.25),
+        (4.0, 8.0, 1.0),
+        (4.0, 0.0, 1.0),
+        *((bad, max_norm, math.nan) for bad in (math.inf, math.nan) for max_norm in (0.0, 1.0)),
+    ],
+)
+def test_a_norm_that_is_not_finite_gives_nan_so_that_the_step_changes_nothing(
+    norm, max_norm, factor
+):
+    its = object.__new__(GradNorm)
+    its.value = torch.tensor(norm, dtype=torch.float64)
+    assert float(its.factor(max_norm)) == pytest.approx(factor, rel=1e-6, nan_ok=True)
