@@ -129,9 +129,9 @@ def trainable_parameters(
     of_outputs = {id(param) for param in outputs}
     embeddings, routers = tables(), (require_upstream("Router"),)
     why_vectors = {key: _why_vector(its) for key, its in by_param.items()}
-    layers: dict[int, list[int]] = {}  # the layers' weights in each chunk
+    layers: dict[int, list[int]] = {}  # the layers' weights in each chunk that reads the input
     for key, its in by_param.items():
-        if its[0].param.dim() > 1 and why_vectors[key] is None:
+        if its[0].param.dim() > 1 and its[0].of_input and why_vectors[key] is None:
             layers.setdefault(its[0].chunk, []).append(key)
     found = []
     for key, its in by_param.items():

@@ -58,6 +58,7 @@ class HeldParameter:
     # the module that has the layer, and its name there; of a parameter without a layer, its own
     owner: nn.Module
     child: str
+    of_input: bool  # whether its chunk reads the model's input: a later pipeline stage does not
 
     @property
     def convolution(self) -> _ConvNd | None:
@@ -112,6 +113,7 @@ def _places_in(chunk: int, model: nn.Module) -> Iterator[HeldParameter]:
     wrapped = renamed_paths(modules, numbers, with_wrappers=True)
     # of a wrapper and the module in it, the latter comes last
     by_plain = {plain[path]: module for path, module in modules.items()}
+    of_input = next((m.pre_process for m in modules.values() if hasattr(m, "pre_process")), True)
     for path, module in modules.items():
         host, tensor = path, ""
         if isinstance(module, ParametrizationList):
@@ -140,6 +142,7 @@ def _places_in(chunk: int, model: nn.Module) -> Iterator[HeldParameter]:
                 gain,
                 modules[host] if is_own else by_plain[owner],
                 whole if is_own else child,
+                bool(of_input),
             )
 
 

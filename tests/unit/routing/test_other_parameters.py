@@ -179,6 +179,12 @@ def test_the_first_layer_gets_the_scalar_optimizer_if_it_is_a_convolution():
     table, lines = routed(model)
     assert table["conv.weight"][0] == "muon"
     assert not lines
+    # a later pipeline stage has no input layer
+    model = Images()
+    model.pre_process = False
+    table, lines = routed(model)
+    assert table["stem.weight"][0] == "muon"
+    assert not lines
     # the override that the line names
     model = Images()
     model.stem.weight.eopt_split = "whole"
