@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from torch._C._distributed_c10d import TCPStore
+
 from megatron_eopt.testing.worker import FORGET, PRELOADED, Job, Reply, serve
 
 START_TIMEOUT_S = 180.0
@@ -76,6 +78,8 @@ class Pool:
         self._context.set_forkserver_preload(list(PRELOADED))
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._jobs = itertools.count()
+        # in a file, each group that ranks make would wait for sleeps of 10 ms
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
         try:
             for rank in range(world_size):
@@ -109,11 +113,11 @@ class Pool:
     ) -> list[Any]:
         """Call ``function(*args)`` on every rank and return the results in the order of ranks."""
         payload = pickle.dumps((function, args))
-        store = self._folder / f"store-{next(self._jobs)}"
-        job = pickle.dumps(Job(store, tuple(sys.path), cpu, backend, payload))
+        job = Job(self._store.port, next(self._jobs), tuple(sys.path), cpu, backend, payload)
+        message = pickle.dumps(job)
         for worker in self._workers:
             with contextlib.suppress(BrokenPipeError):  # found dead, with its exit code, below
-                worker.connection.send_bytes(job)
+                worker.connection.send_bytes(message)
         name = getattr(function, "__qualname__", str(function))
         results = self._collect({w.rank: w for w in self._workers}, timeout, name)
         for worker in self._workers:

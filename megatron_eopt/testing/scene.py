@@ -7,11 +7,11 @@ import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from megatron_eopt.cpu import disable, enable
@@ -33,7 +33,7 @@ def watch_wrapped_models() -> None:
     torch.nn.modules.module.register_module_module_registration_hook(note)
 
 
-def connect(rank: int, world_size: int, store: Path, *, cpu: bool, backend: str) -> None:
+def connect(rank: int, world_size: int, store: Store, *, cpu: bool, backend: str) -> None:
     """Make this process a rank, with the CPU back end if asked."""
     ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
@@ -42,11 +42,7 @@ def connect(rank: int, world_size: int, store: Path, *, cpu: bool, backend: str)
     if cpu:
         enable()
     dist.init_process_group(
-        backend,
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=_COLLECTIVE_TIMEOUT,
+        backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT
     )
 
 

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from megatron_eopt.testing.scene import connect, forget_everything, watch_wrapped_models
 
@@ -34,7 +35,8 @@ FORGET = b""
 class Job:
     """A call to make."""
 
-    store: Path  # file for the rendezvous, new for every job
+    port: int  # of the store in which ranks find each other
+    number: int  # counts the jobs, which have keys of their own there
     path: tuple[str, ...]  # the parent's ``sys.path``, so that the test module can be found
     cpu: bool  # whether to enable the CPU back end
     backend: str  # what connects the ranks: "gloo" or "nccl"
@@ -86,6 +88,12 @@ def serve(
             connection.send_bytes(pickle.dumps(reply))
 
 
+@functools.cache
+def store_at(port: int) -> TCPStore:
+    """Return the connection to the store of the process that started this one."""
+    return TCPStore("127.0.0.1", port)
+
+
 def _die_with_parent(life: Connection) -> None:
     """End this process when the parent is gone, also while it waits in a collective."""
     try:
@@ -100,7 +108,8 @@ def _answer(job: Job, rank: int, world_size: int, environment: dict[str, str]) -
         os.environ.clear()
         os.environ.update(environment)
         torch.set_num_threads(1)
-        connect(rank, world_size, job.store, cpu=job.cpu, backend=job.backend)
+        store = PrefixStore(str(job.number), store_at(job.port))
+        connect(rank, world_size, store, cpu=job.cpu, backend=job.backend)
     except BaseException:
         return Reply(error=traceback.format_exc().strip(), connected=False)
     try:
