@@ -18,7 +18,7 @@ from tests.unit.storage.full_state import Case, build, full_state, inject, resum
 from tests.unit.storage.runs import REPLICATED
 
 NAMES = ("adam", "laprop", "lion", "muon", "sgd", "soap")
-OTHERS = ("adaptive_muon", "oblique_sgd", "psgd_pro")
+NAMES += ("adaptive_muon", "oblique_sgd", "psgd_pro")
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "query_groups": 1, "gated": True, "vocabulary": 32}
 STEPS = 12
 
@@ -63,15 +63,15 @@ def of_parameters(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def check_pairs(names: tuple[str, ...], storage: dict[str, Any], folder: str) -> dict[Any, str]:
+def check_pairs(storage: dict[str, Any], folder: str) -> dict[Any, str]:
     """Load all optimizers' states into all others; return what became of each."""
     states = {}
-    for name in names:
+    for name in NAMES:
         states[name] = trained(case_of(name, storage), f"{folder}/{name}")
         forget_megatron()
     outcomes = {}
-    for reader in names:
-        for writer in names:
+    for reader in NAMES:
+        for writer in NAMES:
             outcomes[writer, reader] = outcome(writer, reader, storage, folder, states)
             forget_megatron()
     return outcomes
@@ -126,19 +126,13 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("ranks", "storage", "names"),
-    [
-        (1, REPLICATED, NAMES),
-        pytest.param(2, {}, ("adam", "laprop", "muon", "sgd"), marks=pytest.mark.long),
-        pytest.param(1, REPLICATED, NAMES + OTHERS, marks=pytest.mark.long),
-        pytest.param(2, {}, NAMES + OTHERS, marks=pytest.mark.long),
-    ],
-    ids=["plain", "sharded", "plain, more", "sharded, more"],
+    ("ranks", "storage"), [(1, REPLICATED), (2, {})], ids=["plain", "sharded"]
 )
-def test_state_continues_only_where_it_means_the_same(tmp_path, ranks, storage, names):
-    outcomes = run_ranks(ranks, check_pairs, names, storage, str(tmp_path), timeout=300)[0]
-    for name in names:
+def test_state_continues_only_where_it_means_the_same(tmp_path, ranks, storage):
+    outcomes = run_ranks(ranks, check_pairs, storage, str(tmp_path), timeout=300)[0]
+    for name in NAMES:
         assert outcomes[name, name] == "continues"
     assert "exp_avg, exp_avg_sq are laprop's" in outcomes["laprop", "adam"]
     assert outcomes["sgd", "muon"] == "continues and fresh"  # the fresh ones are Adam's now
