@@ -154,7 +154,7 @@ def continuation_of(
     fresh: set[str] = set()
     # an optimizer was changed on purpose, so nobody needs to name its state; a checkpoint without
     # any state of the parameter is not such a case
-    if lacking and saved.keys and is_anothers:
+    if saved.keys and is_anothers:
         fresh = lacking
     elif lacking <= policy.fresh:
         # all begin anew, because moments belong together and to one step count

@@ -36,7 +36,9 @@ def weights_of(low: Int64Array, high: Int64Array) -> npt.NDArray[np.uint64]:
     element that is held twice does not make up for one that is missing, and a sum takes no time
     for elements: those of a box factor, and differences of prefix sums give each factor.
     """
-    sides = sum_of_weights(high) - sum_of_weights(low)
+    # other numbers for each dimension, else (i, j) would make up for (j, i)
+    first = np.arange(low.shape[-1], dtype=np.int64) << np.int64(40)
+    sides = sum_of_weights(high + first) - sum_of_weights(low + first)
     return np.asarray(np.multiply.reduce(sides, axis=-1), np.uint64)
 
 
@@ -182,7 +184,7 @@ def cut(sizes: Sequence[int], strides: Sequence[int], start: int, stop: int) -> 
     ``strides`` are descending, each at least the extent of all following dimensions. ``start`` and
     ``stop`` count storage elements, as strides do.
     """
-    if 0 in sizes or not (start < stop and stop > 0):
+    if 0 in sizes or stop <= 0:
         return
     if not sizes:
         if start <= 0:

@@ -3,12 +3,33 @@
 import os
 import sys
 import threading
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import distributed
+from torch.distributed.distributed_c10d import _world
 
-from megatron_eopt.base.agreement import CheckpointError, from_rank_0, gather_unique, raise_together
+from megatron_eopt.base import agreement
+from megatron_eopt.base.agreement import (
+    CheckpointError,
+    GroupRank,
+    answered_by,
+    any_rank,
+    device_of_collectives,
+    from_rank_0,
+    gather_objects,
+    gather_unique,
+    group_of_members,
+    group_rank_in,
+    group_ranks_in,
+    is_rank_0,
+    raise_together,
+    raise_together_in,
+    totals,
+)
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.quiet import report_errors_once
 from tests.harness import run_ranks
@@ -70,9 +91,125 @@ def test_all_ranks_have_one_outcome():
     ]
 
 
+class Peers:
+    """Ranks that do not exist."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def gather_objects(self, value: Any, group: Any) -> list[Any]:
+        return [value, self.number]
+
+    def group_ranks(self, group: Any) -> list[GroupRank]:
+        return [GroupRank(self.number, 0)]
+
+
+def on_each_rank() -> dict[str, Any]:
+    rank, calls, thing = distributed.get_rank(), [], ["thing"]
+    kept = from_rank_0(lambda: calls.append(rank) or thing)
+    pair = None if rank == 1 else group_of_members((0, 2))
+    own = group_of_members((rank,))
+    found = {
+        "called": calls,
+        "has the object itself": kept is thing,
+        "any": (any_rank(rank == 1), any_rank(False)),
+        "totals": totals([rank, 1]),
+        "in pairs": outcome(lambda: raise_together_in(pair, lambda: refuse_on(1, 2))),
+        "in groups of one": outcome(lambda: raise_together(lambda: fail_on(rank), own)),
+        "positions": group_ranks_in([None, pair, distributed.group.WORLD]),
+        "of other lengths": outcome(lambda: group_ranks_in([None] * (1 + rank))),
+    }
+    if rank == 1:
+        # no other rank calls these
+        with answered_by(Peers(5)):
+            functions = (raise_together, from_rank_0)
+            found["calls"] = [function(lambda: rank) for function in functions]
+            found["lists"] = [totals([rank]), gather_unique([rank, rank]), gather_objects(rank)]
+    return found
+
+
+def test_what_each_rank_gets():
+    results = run_ranks(3, on_each_rank)
+    refused = "ConfigurationError: argument={}: must be another. Give another."
+    singles = [GroupRank(0, 0), GroupRank(1, 0), GroupRank(2, 0)]
+    for rank, its in enumerate(results):
+        assert its == {
+            "called": [0] if rank == 0 else [],
+            "has the object itself": rank == 0,
+            "any": (True, False),
+            "totals": [3, 3],
+            "in pairs": refused.format(1 if rank == 1 else 2),
+            "in groups of one": "KeyError: 'oops'",
+            "positions": [
+                singles,
+                [GroupRank(0, 0), GroupRank(1, 0), GroupRank(0, 1)],
+                [GroupRank(0, 0), GroupRank(0, 1), GroupRank(0, 2)],
+            ],
+            "of other lengths": "ValueError: zip() argument 2 is longer than argument 1",
+            **({"calls": [1, 1], "lists": [[1], [1], [1, 5]]} if rank == 1 else {}),
+        }
+
+
+def test_the_innermost_stand_ins_answer():
+    def answers() -> tuple[Any, ...]:
+        return gather_objects(3), any_rank(False), group_ranks_in([None, None])
+
+    with answered_by(Peers(5)):
+        outer = [3, 5], True, [[GroupRank(5, 0)]] * 2
+        assert answers() == outer
+        with answered_by(Peers(0)):
+            assert answers() == ([3, 0], False, [[GroupRank(0, 0)]] * 2)
+        assert answers() == outer
+    assert gather_objects(3) == [3]
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [(None, "cpu"), ("gloo", "cpu"), ("nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cuda:1")],
+)
+def test_collectives_need_tensors_on_the_gpu_with_nccl_only(monkeypatch, backend, device):
+    monkeypatch.setattr(distributed, "is_initialized", lambda: backend is not None)
+    monkeypatch.setattr(distributed, "get_backend", lambda: backend or pytest.fail("no group"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert device_of_collectives() == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "options"),
+    [
+        (None, "cuda:nccl", None),
+        (torch.device("cuda", 0), "cpu:gloo", None),
+        (torch.device("cuda", 0), "cuda:nccl", SimpleNamespace(lazy_init=True, _timeout=9)),
+    ],
+)
+def test_members_number_their_groups_alike_and_join_late(monkeypatch, device, backend, options):
+    made = []
+
+    def new_group(ranks: Any, *, pg_options: Any, **_: Any) -> None:
+        made.append((ranks, _world.group_count, pg_options))
+
+    options_class = SimpleNamespace(Options=SimpleNamespace)
+    monkeypatch.setattr(distributed, "ProcessGroupNCCL", options_class, raising=False)
+    monkeypatch.setattr(distributed, "get_backend_config", lambda: backend)
+    monkeypatch.setattr(distributed, "new_group", new_group)
+    default = SimpleNamespace(bound_device_id=device)
+    monkeypatch.setattr(agreement, "_get_default_group", lambda: default)
+    monkeypatch.setattr(agreement, "_get_default_timeout", lambda _: 9)
+    monkeypatch.setattr(agreement, "_made", Counter())
+    before, teams = _world.group_count, ((3, 4), (3, 5), (3, 4))
+    for team in teams:
+        group_of_members(team)
+    # no group that torch numbers itself has a negative number
+    assert made == list(zip(teams, (-1, -1, -2), (options,) * 3, strict=True))
+    assert _world.group_count == before
+
+
 def test_alone_nothing_is_communicated():
     assert raise_together(lambda: 3) == from_rank_0(lambda: 3) == 3
     assert gather_unique([3, 3]) == [3]
+    assert totals([3]) == [3]
+    assert is_rank_0()
+    assert group_rank_in([4, 2, 7], 7) == GroupRank(2, 2)
     for function in (raise_together, from_rank_0):
         with pytest.raises(CheckpointError):
             function(_refuse)
@@ -82,7 +219,7 @@ def _refuse() -> None:
     raise CheckpointError("a", 1, "b", "C")
 
 
-def _printed_by_the_hook(group: bool) -> bool:
+def _printed_by_the_hook(group: bool, raised: Any = raise_together) -> bool:
     """Return whether a configuration error of all ranks, or of a group, would be printed."""
     shown: list[BaseException] = []
     original, sys.excepthook = sys.excepthook, lambda _kind, error, _trace: shown.append(error)
@@ -91,7 +228,7 @@ def _printed_by_the_hook(group: bool) -> bool:
         peers = distributed.new_group([0, 1]) if group else None
         os.environ["RANK"] = str(distributed.get_rank())
         with pytest.raises(ConfigurationError) as caught:
-            raise_together(_refuse, peers)
+            raised(_refuse, *([peers] if group else []))
         sys.excepthook(caught.type, caught.value, None)
     finally:
         sys.excepthook = original
@@ -99,5 +236,6 @@ def _printed_by_the_hook(group: bool) -> bool:
 
 
 def test_rank_0_alone_prints_an_error_of_all_ranks():
-    assert run_ranks(2, _printed_by_the_hook, False) == [True, False]
+    for function in (raise_together, from_rank_0):
+        assert run_ranks(2, _printed_by_the_hook, False, function) == [True, False]
     assert run_ranks(2, _printed_by_the_hook, True) == [True, True]

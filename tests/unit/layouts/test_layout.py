@@ -63,6 +63,17 @@ def test_what_covers_a_matrix_in_part_or_twice_is_refused(places, which):
     build_plan([Matrix("w", Layout((6, 4), moved()), WHOLE)], [[0]], rank=0, world_size=2)
 
 
+def test_a_block_does_not_make_up_for_the_one_across_the_diagonal():
+    def quarters(row: int, column: int) -> Matrix:
+        corner = ([0, 0, row, 2], [0, 2, column, 2])
+        boxes = Boxes.make(rank=[0, 1, 2, 3], corner=corner, size=(2, 2), offset=0, stride=2)
+        return Matrix("w", Layout((4, 4), boxes), Layout.whole((4, 4), 0))
+
+    build_plan([quarters(2, 0)], [[0]], rank=0, world_size=4)
+    with pytest.raises(ConfigurationError, match=r"layout='w \(storage\)'.*each element"):
+        build_plan([quarters(0, 2)], [[0]], rank=0, world_size=4)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data(), SHAPES, st.integers(1, 4))
 def test_a_box_that_is_a_source_twice_is_noticed_even_if_another_is_missing(data, shape, ranks):

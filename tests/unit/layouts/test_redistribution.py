@@ -1,11 +1,20 @@
 """Redistributions over real processes: results, and counts of calls and bytes."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.layouts import Layout, Matrix, Redistribution, assign_owners, plan_waves
+from megatron_eopt.layouts import (
+    Layout,
+    Matrix,
+    Redistribution,
+    assign_owners,
+    plan_waves,
+    redistribution,
+)
 from megatron_eopt.math import standard_flops
 from tests.harness import run_ranks
 from tests.harness.collectives import counted
@@ -212,3 +221,27 @@ def differing_lists():
 
 def test_ranks_that_disagree_are_named():
     run_ranks(4, differing_lists)
+
+
+@pytest.mark.parametrize(
+    ("digests", "odd"),
+    [("aa", ""), ("ab", "[1]"), ("aba", "[1]"), ("baa", "[0]"), ("abca", "[1, 2]"), ("a", "")],
+)
+def test_the_ranks_with_another_plan_than_most_are_named(monkeypatch, digests, odd):
+    monkeypatch.setattr(dist, "get_world_size", lambda _: len(digests))
+    asked = []
+
+    def gather(digest, group):
+        asked.append(digest)
+        return [*digests]
+
+    monkeypatch.setattr(redistribution, "gather_objects", gather)
+    group = object()
+    if odd:
+        with pytest.raises(ConfigurationError, match=f"group rank {re.escape(odd)} has another"):
+            redistribution._check_agreement(group, "a", "w")
+    else:
+        redistribution._check_agreement(group, "a", "w")
+    assert asked == (["a"] if len(digests) > 1 else [])
+    redistribution._check_agreement(None, "a", "w")
+    assert len(asked) == (len(digests) > 1)

@@ -1,6 +1,7 @@
 """Spot checks: a flipped bit never gets into the weights, and clean steps raise no alarm."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -110,6 +111,30 @@ def flips_of(ranks: int, calls: int) -> list[Flip | None]:
     """Return a flip of each kind, in each place and on each rank."""
     cases = [(place, kind, rank) for place in PLACES for kind in KINDS for rank in range(ranks)]
     return [Flip(*case, call=n % calls, seed=n) for n, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize(
+    ("has_replicas", "prints", "said"),
+    [
+        (True, "aab", "rank 2 has other updates or momenta than most ranks"),
+        (True, "baa", "rank 0 has other updates or momenta than most ranks"),
+        (True, "aabca", "rank 2 and rank 3 has other updates or momenta than most ranks"),
+        (True, "ab", "rank 0 and rank 1 have different updates or momenta"),
+        (True, "aabb", "rank 0 and rank 1 and rank 2 and rank 3 have different updates or momenta"),
+        (True, "abc", "rank 0 and rank 1 and rank 2 have different updates or momenta"),
+        (False, "aba", "rank 4 and rank 3 computed different updates"),
+        (False, "aab", "an update was changed on its way to the ranks that store it"),
+    ],
+)
+def test_most_ranks_are_more_than_half(has_replicas, prints, said):
+    check = object.__new__(SpotCheck)
+    check._replicas = object() if has_replicas else None
+    check._stacks = [
+        SimpleNamespace(ranks=(0, 1), matrices=(5, 6)),
+        SimpleNamespace(ranks=(4, 3), matrices=(7, 8)),
+    ]
+    check._named = lambda ranks: " and ".join(f"rank {rank}" for rank in ranks)
+    assert check._what_differs(8, [(letter,) for letter in prints]) == said
 
 
 @pytest.mark.parametrize("layout", mostly_long(LAYOUTS, "sharded", "replicated"))

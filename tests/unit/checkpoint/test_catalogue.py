@@ -1,0 +1,139 @@
+"""What a checkpoint has, from its metadata and without its tensors."""
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_eopt.base.agreement import CheckpointError
+from megatron_eopt.checkpoint.catalogue import Catalogue, Saved, by_key, read_catalogue
+from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER
+
+
+@pytest.mark.parametrize(
+    ("key", "fields"),
+    [
+        ("decoder.weight", {"kind": None, "name": "decoder.weight"}),
+        ("optimizer.state.exp_avg.w.weight", {"kind": "exp_avg", "name": "w.weight"}),
+        ("optimizer.param_groups", {"kind": None, "name": "param_groups"}),
+        (
+            "chained_1.optimizer.matrix_state.m.w.1of2.tp0of4",
+            {"kind": "m", "name": "w", "of_matrix": True, "slabs": 4, "chain": "chained_1."},
+        ),
+        (
+            "optimizer.distributed.dp_group_idx_0.dtype_x.bucket_idx_0.exp_avg",
+            {
+                "kind": "exp_avg",
+                "name": "distributed.dp_group_idx_0.dtype_x.bucket_idx_0.exp_avg",
+                "in_bucket": True,
+            },
+        ),
+        (
+            "optimizer.state.exp_avg.w.bucket_idx_0.x",
+            {"kind": "exp_avg", "name": "w.bucket_idx_0.x", "in_bucket": True},
+        ),
+    ],
+)
+def test_what_a_key_says(key, fields):
+    facts = ((2, 3), torch.float32, (1, 2))
+    expected = Saved(**{"shape": facts[0], "dtype": facts[1], "cuts": facts[2], **fields})
+    assert by_key(key, *facts) == expected
+
+
+def test_state_of_parameters_and_in_buckets_are_told_apart():
+    values = {
+        name: Saved(kind, name, in_bucket=bucket)
+        for kind, name, bucket in [
+            ("exp_avg", "w", False),
+            (None, "model", False),
+            ("exp_avg_sq", "all", True),
+            (None, "rest", True),
+            (None, "buffer_params.0.x", False),
+        ]
+    }
+    catalogue = Catalogue("torch_dist", values)
+    assert catalogue.state == {"w": {"exp_avg": values["w"]}}
+    assert catalogue.in_buckets == {"exp_avg_sq"}
+    assert catalogue.bucket_names == {"buffer_params.0.x"}
+    assert catalogue.shapes == dict.fromkeys(values)
+    assert Catalogue("torch", {}, {"optimizer": {"param_groups": []}}).groups is not None
+
+
+def test_the_first_rank_speaks_for_all_in_format_torch(tmp_path):
+    for rank in (1, 0):
+        folder = tmp_path / f"mp_rank_0{rank}"
+        folder.mkdir()
+        torch.save({"iteration": rank}, folder / "model_optim_rng.pt")
+    catalogue = read_catalogue(tmp_path)
+    assert (catalogue.form, catalogue.values, catalogue.common) == ("torch", {}, {"iteration": 0})
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="is no complete checkpoint"):
+        read_catalogue(tmp_path)
+
+
+@pytest.mark.parametrize("form", [None, "own"])
+@pytest.mark.parametrize("groups", [False, True])
+def test_torchs_own_format(tmp_path, form, groups):
+    settings = {"w": {"momentum": 0.5, "lr": 0.1, "optimizer": "muon"}}
+    args = SimpleNamespace(**({"ckpt_format": form} if form else {}))
+    torch.serialization.add_safe_globals([SimpleNamespace])
+    checkpoint.save(
+        {
+            "model": {"w": torch.ones(2, 3)},
+            "state": torch.ones(1),
+            "optimizer": {
+                "state": {"w": {"exp_avg": torch.ones(2, 3, dtype=torch.bfloat16), "step": 3}},
+                **({BY_PARAMETER: settings} if groups else {}),
+            },
+            "iteration": 7,
+            **({"args": args} if form else {}),
+        },
+        checkpoint_id=tmp_path,
+        no_dist=True,
+    )
+    catalogue = read_catalogue(tmp_path)
+    usual = "fsdp_dtensor" if groups else "torch_dcp"
+    assert catalogue.form == (form or usual)
+    assert catalogue.common["iteration"] == 7
+    assert catalogue.values["model.w"] == Saved(None, "model.w", (2, 3), torch.float32, (1, 1))
+    assert catalogue.values["state"].kind is None
+    assert catalogue.state == {
+        "w": {
+            "exp_avg": Saved("exp_avg", "w", (2, 3), torch.bfloat16, (1, 1)),
+            "step": Saved("step", "w"),
+        }
+    }
+    # only values that tell what state means are read
+    assert catalogue.settings == ({"w": settings["w"] | {"lr": None}} if groups else {})
+
+
+def test_megatron_cores_format(tmp_path):
+    sizes = [torch.Size([2, 3]), torch.Size([2, 3])]
+    chunks = [
+        ChunkStorageMetadata(torch.Size(offset), size)
+        for offset, size in zip([(0, 0), (2, 0)], sizes, strict=True)
+    ]
+    tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([4, 3]), chunks)
+    items = {"optimizer.state.exp_avg.w": tensor, "rng": BytesStorageMetadata()}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata(items, storage_data={})))
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    torch.save({"iteration": 3}, tmp_path / "common.pt")
+    catalogue = read_catalogue(tmp_path)
+    assert (catalogue.form, catalogue.common) == ("torch_dist", {"iteration": 3})
+    assert catalogue.values == {
+        "optimizer.state.exp_avg.w": Saved("exp_avg", "w", (4, 3), torch.float32, (2, 1)),
+        "rng": Saved(None, "rng"),
+    }
+    assert not catalogue.settings
+    assert not catalogue.bucket_boxes
