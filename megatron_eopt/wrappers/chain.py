@@ -121,7 +121,7 @@ class OptimizerChain(ChainedOptimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Pass gradients to the stepped tensors and unscale them, once per step or ``zero_grad``.
+        """Pass gradients to the stepped tensors, and unscale them once per step or ``zero_grad``.
 
         Returns:
             Whether a gradient on any rank has overflowed. The loss scale is already updated.
@@ -186,11 +186,8 @@ class OptimizerChain(ChainedOptimizer):
             # the host of a step that is checked waits anyway
             late = self.has_kernels and check is None and self._may_read_late(norms)
             found: Any = norms[None].value if late else self._read(norms)
-            if self._overlap is not None and self._overlap.has_looked:
-                # with the verdict on the norm, the host launches one of two ways to step
-                norm, changed = norms[None].with_flag()
-                if changed or not self._keeps(norm):
-                    self._overlap.forget()
+            if self._overlap is not None:
+                self._overlap.settle(norms[None], self._keeps)
             skips = not late and self.is_above_skip_threshold(found)
             with clipped(
                 self.chained_optimizers,

@@ -21,6 +21,7 @@ from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.windows import WindowedMuonRule
 from megatron_eopt.storage.interface import finish_gathers
 from megatron_eopt.storage.shard import ParamShard
+from megatron_eopt.wrappers.gradients import GradNorm
 from megatron_eopt.wrappers.zero1.buffers import bucket_groups
 from megatron_eopt.wrappers.zero1.optimizer import Zero1Optimizer
 
@@ -140,6 +141,14 @@ class Overlap:
         self._waiting.clear()
         for update_rule in self._update_rules:
             update_rule.forget()
+
+    def settle(self, norm: GradNorm, keeps: Callable[[float], bool]) -> None:
+        """Discard updates computed ahead unless gradients are as they were and ``keeps`` them."""
+        if self.has_looked:
+            # with the verdict on the norm, the host launches one of two ways to step
+            value, changed = norm.with_flag()
+            if changed or not keeps(value):
+                self.forget()
 
     def join(self) -> Tensor:
         """Return 1 if a gradient of this rank has changed since its update was computed, else 0."""

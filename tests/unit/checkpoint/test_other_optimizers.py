@@ -127,9 +127,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("ranks", "storage"), [(1, REPLICATED), (2, {})], ids=["plain", "sharded"]
-)
+@pytest.mark.parametrize(("ranks", "storage"), [(1, REPLICATED), (2, {})], ids=["plain", "sharded"])
 def test_state_continues_only_where_it_means_the_same(tmp_path, ranks, storage):
     outcomes = run_ranks(ranks, check_pairs, storage, str(tmp_path), timeout=300)[0]
     for name in NAMES:
