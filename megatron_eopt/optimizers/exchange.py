@@ -1,7 +1,16 @@
 """Computes on whole matrices that are stored in shards: redistribute, compute, send back."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
@@ -98,6 +107,10 @@ class MatrixExchange:
     One that runs after another, ``before``, balances the work of both and shares its buffers.
     ``update`` is that of a rule, such as ``MuonRule._update``.
 
+    ``operands`` are name prefixes of the tensors of a shard that are sent, side by side; the last
+    one comes back. Muon has one, its direction. SOAP has gradient and weight. With ``k`` of them,
+    number ``i`` of shard ``n`` is direction ``k n + i``.
+
     Attributes:
         names: Name of every logical matrix.
         first: Index of each shard's first matrix, by the number of the shard.
@@ -125,6 +138,7 @@ class MatrixExchange:
         *,
         numbers: Sequence[int] | None = None,
         before: "MatrixExchange | None" = None,
+        operands: Sequence[str] = ("",),
     ) -> None:
         config = config or ExchangeConfig()
         self.ranks: Ranks = shards[0].ranks
@@ -138,7 +152,12 @@ class MatrixExchange:
         self.wave_elements = config.wave_bytes // config.dtype.itemsize
         numbers = range(len(shards)) if numbers is None else numbers
         self._shards = dict(zip(numbers, shards, strict=True))
-        self._number_of = {shard.name: number for number, shard in self._shards.items()}
+        count = self._operands = len(operands)
+        self._number_of = {
+            kind + shard.name: count * number + i
+            for number, shard in self._shards.items()
+            for i, kind in enumerate(operands)
+        }
         layouts = [layout for shard in shards for layout in shard.layouts]
         self.names = tuple(name for shard in shards for name in shard.matrix_names)
         counts = accumulate((len(shard.layouts) for shard in shards), initial=0)
@@ -154,7 +173,7 @@ class MatrixExchange:
             # else every exchange would give its most expensive matrix to rank 0
             self.ranks.size if before is None else before.busy,
             config.mode,
-            wave_bytes,
+            wave_bytes // count,
             whole_only=config.whole_only,
             max_ranks_per_matrix=config.max_ranks_per_matrix,
             element_size=config.dtype.itemsize,
@@ -166,7 +185,14 @@ class MatrixExchange:
         stored_in = [self._shards[n].name for n in shard_of]
         self.redistribution = Redistribution(
             [
-                Matrix(name, layout, placed.compute, tensor, kind=(placed.kind, transposed))
+                Matrix(
+                    kind + name,
+                    layout,
+                    placed.compute,
+                    kind + tensor,
+                    returns=kind == operands[-1],
+                    kind=(placed.kind, transposed),
+                )
                 for name, layout, placed, tensor, transposed in zip(
                     self.names,
                     layouts,
@@ -175,12 +201,13 @@ class MatrixExchange:
                     self.transposed,
                     strict=True,
                 )
+                for kind in operands
             ],
-            self.waves,
+            [[count * matrix + i for matrix in wave for i in range(count)] for wave in self.waves],
             self.ranks.group,
             dtype=config.dtype,
             device=config.device,
-            name=f"Muon {config.mode}",
+            name=f"{config.mode} of {self.names[0]} and {len(self.names) - 1} more",
         )
         self.busy: Float64Array = np.array(self.schedule.loads)
         # for the directions of the next wave
@@ -202,7 +229,8 @@ class MatrixExchange:
     def schedule(self) -> Schedule:
         """Which rank computes which matrices, and what is sent."""
         storage = [layout for shard in self._shards.values() for layout in shard.layouts]
-        return Schedule(self.ranks, self.names, storage, self.placements, self.redistribution.plan)
+        plan = self.redistribution.plan
+        return Schedule(self.ranks, self.names, storage, self.placements, plan, self._operands)
 
     def out_in(self, matrix: int, shape: tuple[int, int]) -> tuple[int, int]:
         """Return outputs and inputs of a matrix of this ``shape``, which determine its scale."""
@@ -217,6 +245,8 @@ class MatrixExchange:
         host: HostMemory | None = None,
         *,
         keep: bool = False,
+        owned: Mapping[int, Tensor] | None = None,
+        owned_state: MutableMapping[Tensor, dict[str, Any]] | None = None,
     ) -> None:
         """Get directions and hand out their updates, wave by wave; collective over the group.
 
@@ -227,20 +257,24 @@ class MatrixExchange:
             host: Keeps weights and state in host memory, except while ``directions`` and ``apply``
                 get them.
             keep: Whether updates are new tensors, which later waves do not overwrite.
+            owned: What has the state of matrices that this rank computes, by their index.
+            owned_state: That state, which ``host`` moves while the matrices are computed.
         """
 
+        def numbers_of(names: Iterable[str]) -> list[int]:
+            return list(dict.fromkeys(self._number_of[name] // self._operands for name in names))
+
         def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
-            numbers = [self._number_of[name] for name in names]
-            members = {n: items[n] for n in numbers if n in items}
+            members = {n: items[n] for n in numbers_of(names) if n in items}
             outs: dict[int, Tensor] = {}
             for n in () if keep else members:
                 if (place := self.redistribution.place(self._shards[n].name)) is not None:
                     outs[n] = place
             found = directions(members, self.arrivals[wave], outs)
-            return {self._shards[n].name: self.input_of(n, found) for n in numbers}
+            return {name: self.input_of(self._number_of[name], found) for name in names}
 
         def store(results: Mapping[str, Tensor]) -> None:
-            updates = {self._number_of[name]: update for name, update in results.items()}
+            updates = dict(zip(numbers_of(results), results.values(), strict=True))
             # others took part with zeros, because the plan is fixed; they must not change
             updates = {n: update for n, update in updates.items() if n in items}
             if self.insert_checked is not None:
@@ -252,21 +286,22 @@ class MatrixExchange:
             return
 
         def params_of(names: Iterable[str]) -> list[Tensor]:
-            numbers = (self._number_of[name] for name in names)
-            return [items[n].param for n in numbers if n in items]
+            return [items[n].param for n in numbers_of(names) if n in items]
 
-        state = {item.param: item.state for item in items.values()}
-        with host.moving(load, store, params_of, self.redistribution.arriving, state) as moving:
-            load_moved, store_moved = moving
-            # off-loaded tensors have streams of their own
-            self.redistribution.run(load_moved, self.compute, store_moved)
+        def owned_of(indices: Sequence[int]) -> list[Tensor]:
+            return [owned[matrix] for matrix in self._matrices_of(indices)] if owned else []
+
+        # not copied, because an optimizer may replace the state of a matrix
+        state = ChainMap({item.param: item.state for item in items.values()}, owned_state or {})
+        # off-loaded tensors have streams of their own
+        host.run_waves(self.redistribution, load, self.compute, store, params_of, owned_of, state)
 
     def input_of(self, number: int, directions: Mapping[int, Tensor]) -> Tensor:
-        """Return what is sent of a shard: its direction, or zeros if it has no gradient."""
+        """Return what is sent of a tensor: the direction, or zeros if there is none."""
         if number in directions:
             return directions[number].contiguous()
         # of any dtype, because packing converts
-        shape = self._shards[number].shape
+        shape = self._shards[number // self._operands].shape
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
     def updates(self, directions: Sequence[Tensor]) -> list[Tensor]:
@@ -300,31 +335,34 @@ class MatrixExchange:
 
     def compute(self, batch: WaveBatch) -> None:
         """Replace a batch's directions by updates, as :class:`Redistribution` asks."""
-        first = batch.matrices[0]
-        reduce = self._reduce_of[first]
+        matrices, count = self._matrices_of(batch.matrices), self._operands
+        reduce = self._reduce_of[matrices[0]]
         rows, cols = batch.tensor.shape[-2:]
         # in blockwise mode, a piece is scaled as a matrix of its own
-        shape = (rows, cols) if self.blockwise else self._shapes[first]
-        for part in self._left_of(batch) if self.skipped else (batch,):
-            if self._batched or len(part.matrices) == 1:
-                self._update(part.tensor, part.matrices, reduce, shape)
-                continue
-            for index, matrix in zip(part.matrices, part.tensor, strict=True):
-                self._update(matrix.unsqueeze(0), (index,), reduce, shape)
+        shape = (rows, cols) if self.blockwise else self._shapes[matrices[0]]
+        for first, last in self._calls_for(matrices):
+            stack = batch.tensor[count * first : count * last]
+            self._update(stack, matrices[first:last], reduce, shape)
 
-    def _left_of(self, batch: WaveBatch) -> Iterator[WaveBatch]:
-        """Yield the parts of a batch without skipped matrices.
+    def _matrices_of(self, indices: Sequence[int]) -> Sequence[int]:
+        """Return the matrices of a batch, which has the operands of each side by side."""
+        return [index // self._operands for index in indices[:: self._operands]]
 
-        These were computed before the step (step_checks.py), which also puts in their updates. Runs
-        of neighbours are views of the stack, others would be copies.
+    def _calls_for(self, matrices: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield what is computed in one call: the first place in a batch, and one past the last.
+
+        Skipped matrices were computed before the step (step_checks.py), which also puts in their
+        updates.
         """
-        computed = [matrix not in self.skipped for matrix in batch.matrices]
-        for is_computed, places in groupby(range(len(computed)), computed.__getitem__):
-            if is_computed:
-                # twice, so that a run of one has a first and a last, too
-                first, *_, last = (*places,) * 2
-                matrices = batch.matrices[first : last + 1]
-                yield WaveBatch(matrices, batch.tensor[first : last + 1])
+        if self._batched and not self.skipped:
+            yield 0, len(matrices)
+            return
+        # runs of neighbours are views of the stack, others would be copies
+        kinds = [(m in self.skipped, self._batched or n) for n, m in enumerate(matrices)]
+        for (is_skipped, _), places in groupby(range(len(kinds)), kinds.__getitem__):
+            if not is_skipped:
+                first, *rest = places
+                yield first, first + len(rest) + 1
 
 
 class _Sum:

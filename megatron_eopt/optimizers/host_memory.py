@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.nested_state import leaves, put
-from megatron_eopt.layouts.redistribution import LoadT, StoreT
+from megatron_eopt.layouts import Redistribution, WaveBatch
+from megatron_eopt.layouts.redistribution import ComputeWaveT, LoadT, StoreT
 
 type _Path = tuple[str, ...]
 """Where a tensor is in its parameter's state; empty for the parameter itself."""
@@ -72,31 +73,41 @@ class HostMemory:
         self._coming: dict[Tensor, dict[_Path, Tensor]] = {}
         self._homes: dict[Tensor, dict[_Path, Tensor]] = {}  # host tensors of what is on the device
 
-    @contextmanager
-    def moving(
+    def run_waves(
         self,
+        redistribution: Redistribution,
         load: LoadT,
+        compute: ComputeWaveT,
         store: StoreT,
         params_of: Callable[[Iterable[str]], list[Tensor]],
-        arriving: Callable[[int], Sequence[str]],
+        owned_of: Callable[[Sequence[int]], list[Tensor]],
         state: Any,
-    ) -> Iterator[tuple[LoadT, StoreT]]:
-        """Run all waves in a block; fetch what each needs, and write back what it changes.
-
-        The block gets the functions to load and store that do so.
+    ) -> None:
+        """Run all waves; fetch what each needs, and write back what it changes.
 
         Args:
+            redistribution: What has the waves.
             load: See :data:`LoadT`.
+            compute: See :data:`ComputeWaveT`.
             store: See :data:`StoreT`.
-            params_of: Returns the tensors with the given names.
-            arriving: Returns the names that a wave is the first to need; none past the last wave.
-            state: The state of the tensors.
+            params_of: Returns the tensors with the given names, of which waves load some.
+            owned_of: Returns the tensors that have the state of a batch's matrices.
+            state: The state of all these tensors.
         """
 
         def fetch_and_load(wave: int, names: Sequence[str]) -> Mapping[str, Tensor]:
             self.fetch(params_of(names), state)
-            self.announce(params_of(arriving(wave + 1)), state)
+            self.announce(params_of(redistribution.arriving(wave + 1)), state)
             return load(wave, names)
+
+        batches = [its.matrices for wave in redistribution.plan.waves for its in wave.batches]
+        following = iter([*batches[1:], ()])
+
+        def fetch_and_compute(batch: WaveBatch) -> None:
+            self.fetch(owned_of(batch.matrices), state)
+            self.announce(owned_of(next(following)), state)
+            compute(batch)
+            self.write_back(owned_of(batch.matrices), state)
 
         def store_and_write_back(results: Mapping[str, Tensor]) -> None:
             store(results)
@@ -104,7 +115,7 @@ class HostMemory:
 
         # a step that failed may have left outdated prefetches
         self._coming.clear()
-        yield fetch_and_load, store_and_write_back
+        redistribution.run(fetch_and_load, fetch_and_compute, store_and_write_back)
         self.wait_for_write_back()
 
     def announce(self, params: Iterable[Tensor], state: Any) -> None:
@@ -124,10 +135,11 @@ class HostMemory:
         """Put weights and state on the device; what is already there stays."""
         params = list(params)
         self.announce(params, state)
-        if self._inward is not None:
+        arriving = self._coming.keys() & params
+        if arriving and self._inward is not None:
             # the device waits for the copies, not the host
             torch.cuda.current_stream(self._device).wait_stream(self._inward)
-        for param in self._coming.keys() & params:
+        for param in arriving:
             self._homes[param] = dict(self._tensors(param, state))
             for path, copy in self._coming.pop(param).items():
                 if self._pinned:
@@ -138,10 +150,11 @@ class HostMemory:
 
     def write_back(self, params: Iterable[Tensor], state: Any) -> None:
         """Move weights and state back to the host, including state that is new."""
-        if self._outward is not None:
+        leaving = self.params.intersection(params)
+        if leaving and self._outward is not None:
             # the step that changes these tensors must have ended
             self._outward.wait_stream(torch.cuda.current_stream(self._device))
-        for param in self.params.intersection(params):
+        for param in leaving:
             homes = self._homes.pop(param, {})
             for path, value in list(self._tensors(param, state)):
                 home = homes.get(path)

@@ -29,7 +29,6 @@ from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.passes import empty_sums, momentum_update_, update_
 from megatron_eopt.optimizers.exchange import ExchangeConfig, MatrixExchange, ParamWithGrad
-from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.momentum import RoundedMomentum
 from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
@@ -74,7 +73,6 @@ class MuonRule(UpdateRule):
         )
         self.exchanges = self._exchanges(exchange_config)
         self.exchange = self.exchanges[0]
-        self.redistribution = self.exchange.redistribution
         self.rounding: RoundedMomentum | None = None  # stores momentum in fewer bits
         if optimizer.momentum_dtype != "fp32":
             self.rounding = RoundedMomentum(
@@ -95,11 +93,6 @@ class MuonRule(UpdateRule):
             else [matrix.shape for matrix in shard.split.matrices]
             for shard in self.shards
         ]
-
-    @property
-    def schedules(self) -> list[Schedule]:
-        """Which rank computes which matrices, and what is sent."""
-        return [exchange.schedule for exchange in self.exchanges]
 
     def _exchanges(self, exchange_config: ExchangeConfig) -> list[MatrixExchange]:
         """Return what computes the shards' matrices."""

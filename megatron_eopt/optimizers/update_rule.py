@@ -54,8 +54,8 @@ from torch import Tensor
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.base.nested_state import put
-from megatron_eopt.layouts import Redistribution
 from megatron_eopt.math.precision import matmul_precision
+from megatron_eopt.optimizers.exchange import MatrixExchange
 from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.step_stats import StepStats
@@ -114,8 +114,7 @@ class UpdateRule:
         # for each group, the shard of each parameter; None for parameters of other update rules
         self.shard_numbers: list[list[int | None]] = []
         self.group_of: dict[int, int] = {}  # the parameter group of each shard
-        # sends matrices to the ranks that compute them, and back
-        self.redistribution: Redistribution | None = None
+        self.exchanges: list[MatrixExchange] = []  # what computes whole matrices, if it does
         self.host: HostMemory | None = None  # keeps some weights and state in host memory
         self.faults: list[tuple[str, str]] = []  # weights that it cannot start from, and why
         # state of whole matrices, by what stands for those that this rank computes
@@ -124,17 +123,17 @@ class UpdateRule:
     @property
     def schedules(self) -> list[Schedule]:
         """Which rank computes which matrices, and what is sent, for each group of ranks."""
-        return []
+        return [exchange.schedule for exchange in self.exchanges]
 
     def measure(self, stats: StepStats | None) -> None:
         """Measure the following steps with ``stats``; None stops measuring."""
-        if self.redistribution is not None:
-            self.redistribution.measure(None if stats is None else stats.meter)
+        for exchange in self.exchanges:
+            exchange.redistribution.measure(None if stats is None else stats.meter)
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield the tensors that stay in memory between steps, other than weights and state."""
-        if self.redistribution is not None:
-            yield from self.redistribution.buffers.values()
+        for exchange in self.exchanges[:1]:  # others share its buffers
+            yield from exchange.redistribution.buffers.values()
 
     @property
     def params(self) -> list[Tensor]:

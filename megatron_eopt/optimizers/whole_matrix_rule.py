@@ -7,8 +7,8 @@ Owners keep no weights between steps. Matrices of equal shape in a wave are upda
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,10 +18,8 @@ from megatron_eopt.base.address import address_of
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import ELEMENT_WISE_STATE, STEP
 from megatron_eopt.base.nested_state import by_rows, leaves
-from megatron_eopt.layouts import Matrix, Redistribution, WaveBatch
-from megatron_eopt.optimizers.exchange import ExchangeConfig
+from megatron_eopt.optimizers.exchange import ExchangeConfig, MatrixExchange, ParamWithGrad
 from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings
-from megatron_eopt.optimizers.modes import Schedule, place_matrices
 from megatron_eopt.optimizers.update_rule import (
     OF_GROUPS,
     ParamGroup,
@@ -34,8 +32,6 @@ from megatron_eopt.optimizers.update_rule import (
 )
 from megatron_eopt.storage.shard import ParamShard
 
-_GRAD, _WEIGHT = "grad of ", "weight of "
-
 
 class WholeMatrixRule(UpdateRule):
     """Runs a torch optimizer on whole matrices, each on its owner rank.
@@ -46,7 +42,6 @@ class WholeMatrixRule(UpdateRule):
     """
 
     counts_matrices = True
-    redistribution: Redistribution
 
     def __init__(
         self,
@@ -61,9 +56,17 @@ class WholeMatrixRule(UpdateRule):
         self._optimizer = optimizer
         self._init_state_fn = init_state_fn
         self._fault_in = fault_in
-        self._device = torch.device(exchange_config.device)
-        self._ranks = shards[0].ranks
-        self._names = [name for shard in shards for name in shard.matrix_names]
+        # each matrix whole on one rank, whatever else the storage would allow
+        exchange_config = ExchangeConfig(
+            "exchange",
+            exchange_config.matrix_buffer_mb,
+            whole_only=True,
+            device=exchange_config.device,
+        )
+        self.exchange = MatrixExchange(
+            shards, self._update, exchange_config, operands=("grad of ", "weight of ")
+        )
+        self.exchanges = [self.exchange]
         self._of_matrix = [
             (n, m) for n, shard in enumerate(shards) for m in range(len(shard.layouts))
         ]
@@ -71,34 +74,20 @@ class WholeMatrixRule(UpdateRule):
             shapes[n] if len(shards[n].layouts) == 1 else shards[n].layouts[m].shape
             for n, m in self._of_matrix
         ]
-        self.redistribution = self._plan(exchange_config)
-        plan = self.redistribution.plan
+        schedule = self.exchange.schedule
         # this rank's matrices by index; they hold data only while they are updated
         self.owned: dict[int, nn.Parameter] = {
-            # the optimizer needs parameters to which its state belongs; gradient 2 i and weight 2 i
-            # + 1 are matrix i
-            index // 2: nn.Parameter(torch.empty(0, device=self._device))
-            for wave in plan.waves
-            for batch in wave.batches
-            for index in batch.matrices
+            # the optimizer needs parameters to which its state belongs
+            index: nn.Parameter(torch.empty(0, device=self.exchange.device))
+            for wave in schedule.plan.waves
+            for index in schedule.computed(wave)
         }
         self.owned_state = defaultdict(dict, {param: {} for param in self.owned.values()})
-        # in the order in which the redistribution computes them, so that the next one can be
-        # prefetched
-        self._batches = [
-            [self.owned[index] for index in sorted({i // 2 for i in batch.matrices})]
-            for wave in plan.waves
-            for batch in wave.batches
-        ]
         self._own_groups: list[ParamGroup] = []
         self._has_begun = False  # the same on all ranks, because it is collective
-
-    @property
-    def schedules(self) -> list[Schedule]:
-        """Which rank updates which matrices, and what is sent."""
-        storage = [layout for shard in self.shards for layout in shard.layouts]
-        plan = self.redistribution.plan
-        return [Schedule(self._ranks, self._names, storage, self._placements, plan, tensors=2)]
+        # what is done with each batch, and the groups it starts from, because they may count steps
+        self._act: Callable[[], None] = self._create_and_step
+        self._counters: list[ParamGroup] = []
 
     def attach(self, groups: Sequence[ParamGroup]) -> None:
         """Take up which shards the parameters of each group are."""
@@ -122,7 +111,7 @@ class WholeMatrixRule(UpdateRule):
             index_of = {param: index for index, param in self.owned.items()}
             for param in params:
                 if (reason := self._fault_in([param])) is not None:
-                    self.faults.append((self._names[index_of[param]], reason))
+                    self.faults.append((self.exchange.names[index_of[param]], reason))
         if not self.faults:
             self._create()
 
@@ -218,102 +207,56 @@ class WholeMatrixRule(UpdateRule):
             hint = "Set requires_grad=False on them before building the optimizer"
             raise ConfigurationError("grad", missing[:8], rule, hint)
 
-    def _plan(self, exchange_config: ExchangeConfig) -> Redistribution:
-        """Plan how gradient ``2 i`` and weight ``2 i + 1`` of each matrix ``i`` are sent."""
-        layouts = [layout for shard in self.shards for layout in shard.layouts]
-        # a wave holds gradient and weight of each matrix
-        self._placements, waves = place_matrices(
-            layouts, self._ranks.size, "exchange", exchange_config.wave_bytes // 2
-        )
-        stored_in = [shard.name for shard in self.shards for _ in shard.layouts]
-        pairs = zip(self._names, layouts, self._placements, stored_in, strict=True)
-        matrices = [
-            Matrix(kind + name, layout, item.compute, kind + tensor, returns=kind == _WEIGHT)
-            for name, layout, item, tensor in pairs
-            for kind in (_GRAD, _WEIGHT)
-        ]
-        pairs_of_waves = [[index for i in wave for index in (2 * i, 2 * i + 1)] for wave in waves]
-        return Redistribution(
-            matrices, pairs_of_waves, self._ranks.group, device=self._device, name=self.name
-        )
-
-    def _run(self, groups: Sequence[ParamGroup], act: Any, *, with_grads: bool) -> None:
+    def _run(
+        self, groups: Sequence[ParamGroup], act: Callable[[], None], *, with_grads: bool
+    ) -> None:
         """Send matrices to their owners, call ``act`` on them there, and send them back."""
-        params = {self.shards[n].name: param for _, param, n in self.numbered(groups)}
-        counters = [dict(own) for own in self._own_groups]
-        following = iter([*self._batches[1:], []])
+        items = {n: ParamWithGrad(n, group, param, {}) for group, param, n in self.numbered(groups)}
+        self._act, self._counters = act, [dict(own) for own in self._own_groups]
 
-        def weights(names: Iterable[str]) -> list[Tensor]:
-            own = (name.removeprefix(_WEIGHT) for name in names if name.startswith(_WEIGHT))
-            return [params[name] for name in own]
+        def tensors(some: Mapping[int, ParamWithGrad], *_: Any) -> dict[int, Tensor]:
+            found = {2 * n + 1: item.param.detach() for n, item in some.items()}
+            # to create state, the zeros that are sent otherwise will do
+            for n, item in some.items() if with_grads else ():
+                assert item.param.grad is not None
+                found[2 * n] = item.param.grad
+            return found
 
-        def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
-            return {name: loaded(name).contiguous() for name in names}
+        def apply(arrived: Sequence[ParamWithGrad], weights: Mapping[int, Tensor]) -> None:
+            if with_grads and arrived:
+                new = [weights[item.number] for item in arrived]
+                torch._foreach_copy_([item.param for item in arrived], new)
 
-        def loaded(name: str) -> Tensor:
-            if name.startswith(_WEIGHT):
-                return params[name.removeprefix(_WEIGHT)].detach()
-            param = params[name.removeprefix(_GRAD)]
-            # the plan sends both; to create state, zeros will do
-            grad = param.grad if with_grads else torch.zeros_like(param)
-            assert grad is not None
-            return grad
-
-        def compute(batch: WaveBatch) -> None:
-            members = self._lay_out(batch)
-            owned = [param for param, _ in members.values()]
-            if self.host is not None:
-                self.host.fetch(owned, self.owned_state)
-                self.host.announce(next(following), self.owned_state)
-            # groups may count steps, so every batch starts from the same groups
-            groups = [{**own, "params": []} for own in counters]
-            for index, (param, _) in members.items():
-                groups[self.group_of[self._of_matrix[index][0]]]["params"].append(param)
-            with bound(self._optimizer, groups, self.owned_state) as optimizer:
-                act()
-                for number, group in enumerate(optimizer.param_groups):
-                    # only groups with parameters in the batch have counted this step
-                    if group["params"]:
-                        self._own_groups[number] = {**group, "params": []}
-            for param, place in members.values():
-                by_rows(self.owned_state[param])
-                # some optimizers assign `data`, and leave the stack as it was
-                if address_of(param) != address_of(place):
-                    place.copy_(param.detach())
-                # the next wave will overwrite the stack; between steps owners keep state only
-                param.data, param.grad = place.new_empty(0), None
-            if self.host is not None:
-                self.host.write_back(owned, self.owned_state)
-
-        def store(results: Mapping[str, Tensor]) -> None:
-            # gradients are not sent back
-            own = weights(results)
-            if with_grads and own:
-                new = [value.view_as(p) for value, p in zip(results.values(), own, strict=True)]
-                torch._foreach_copy_(own, new)
-
-        moving = (
-            nullcontext((load, store))
-            if self.host is None
-            else self.host.moving(
-                load, store, weights, self.redistribution.arriving, self.owned_state
-            )
+        self.exchange.run(
+            items, tensors, apply, self.host, owned=self.owned, owned_state=self.owned_state
         )
-        with moving as (load_moved, store_moved):
-            self.redistribution.run(load_moved, compute, store_moved)
 
-    def _lay_out(self, batch: WaveBatch) -> dict[int, tuple[nn.Parameter, Tensor]]:
-        """Make owned parameters use the matrices of a batch; return both by matrix index."""
-        places = dict(zip(batch.matrices, batch.tensor, strict=True))
-        members = {}
-        for index in sorted({i // 2 for i in places}):
-            shape = self._shapes[index]
-            param, weight = self.owned[index], places[2 * index + 1].view(shape)
+    def _update(self, stack: Tensor, matrices: Sequence[int], *_: Any) -> None:
+        """Call ``act`` on the optimizer with matrices as its parameters, in place."""
+        places = {}
+        groups = [{**own, "params": []} for own in self._counters]
+        # in the order of the model, in which some optimizers draw random numbers
+        for index, (grad, weight) in sorted(
+            zip(matrices, torch.split(stack, 2), strict=True), key=itemgetter(0)
+        ):
+            param, shape = self.owned[index], self._shapes[index]
             # views of the stack, so that the optimizer's step writes what is sent back
-            param.data = weight
-            param.grad = places[2 * index].view(shape)
-            members[index] = (param, weight)
-        return members
+            param.data, param.grad = weight.view(shape), grad.view(shape)
+            places[param] = param.data
+            groups[self.group_of[self._of_matrix[index][0]]]["params"].append(param)
+        with bound(self._optimizer, groups, self.owned_state) as optimizer:
+            self._act()
+            for number, group in enumerate(optimizer.param_groups):
+                # only groups with parameters in the batch have counted this step
+                if group["params"]:
+                    self._own_groups[number] = {**group, "params": []}
+        for param, place in places.items():
+            by_rows(self.owned_state[param])
+            # some optimizers assign `data`, and leave the stack as it was
+            if address_of(param) != address_of(place):
+                place.copy_(param.detach())
+            # the next wave will overwrite the stack; between steps owners keep state only
+            param.data, param.grad = place.new_empty(0), None
 
     def _update_settings(self, groups: Sequence[ParamGroup]) -> None:
         """Copy current settings, such as scheduled learning rates, from ``groups``."""
