@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_eopt.optimizers.lending import Lender
-from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
+from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule, ids_of
 
 
 class AssignedRule:
@@ -33,6 +33,7 @@ class AssignedRule:
         self.rule, self.optimizer, self.places = rule, optimizer, places
         self._is_shared = is_shared
         self._parts: list[list[Tensor]] | None = None  # the rule's parameters of shared groups
+        self._seen: list[list[int]] = []  # the tensors of each group, by their ids
         self._lender = Lender(rule) if lends else None
         # keys that stand for the state that owners of matrices keep, in the order of shards
         self.stands: list[frozenset[str]] = []
@@ -41,14 +42,18 @@ class AssignedRule:
 
     def attach(self) -> None:
         """Tell the update rule where the tensors that it steps are in the groups."""
+        groups = self.optimizer.param_groups[self.places]
+        self._seen = ids_of(groups)
         if self._is_shared:
-            members, groups = set(self.rule.params), self.optimizer.param_groups[self.places]
+            members = set(self.rule.params)
             self._parts = [[p for p in group["params"] if p in members] for group in groups]
         self.rule.attach(self.groups())
 
     def groups(self) -> list[ParamGroup]:
-        """Return the groups, with only the rule's parameters."""
+        """Return the groups, with only the rule's parameters, wherever users have moved these."""
         groups: list[ParamGroup] = self.optimizer.param_groups[self.places]
+        if ids_of(groups) != self._seen:
+            self.attach()
         if self._parts is None:
             return groups
         return [{**group, "params": p} for group, p in zip(groups, self._parts, strict=True)]

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, get_args
 
 import torch
@@ -34,7 +35,7 @@ from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.matrices import Split, qkv, whole
 from megatron_eopt.optimizers.exchange import ExchangeConfig, MatrixExchange
 from megatron_eopt.optimizers.muon_rule import WEIGHT_DECAY_METHODS, MuonRule, WeightDecayT
-from megatron_eopt.optimizers.update_rule import loss_of
+from megatron_eopt.optimizers.update_rule import ids_of, loss_of
 from megatron_eopt.optimizers.windows import WindowedMuonRule
 from megatron_eopt.storage.shard import ParamShard, Ranks, group_by_ranks
 from megatron_eopt.storage.slabs import SlabRanks, partition_dim_and_group, row_group, slab
@@ -120,7 +121,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     # planned shards of each group, their update rules, and what computes single ones
     _planned: Sequence[Sequence[ParamShard]] = ()
-    _update_rules: list[MuonRule]
+    _update_rules: Sequence[MuonRule] = ()
     _alone: dict[Tensor, MatrixExchange]
 
     def __init__(
@@ -235,21 +236,30 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 super().step()
         return loss
 
-    def plan(self) -> list[MuonRule]:
-        """Return the rules that update the groups; collective if parameters have changed."""
-        # by id, since `==` of tensors compares elements
-        wanted = [[id(param) for param in group["params"]] for group in self.param_groups]
+    def plan(self) -> Sequence[MuonRule]:
+        """Return the rules that update the groups; collective if there are new parameters.
+
+        Where parameters have only moved or left, the rules stay, because a storage refers to them.
+        """
+        wanted = ids_of(self.param_groups)
         if self._planned and wanted == [[id(s.main) for s in its] for its in self._planned]:
+            return self._update_rules
+        known = {id(shard.main): shard for rule in self._update_rules for shard in rule.shards}
+        if len(wanted) == len(self._planned) and known.keys() >= set(chain(*wanted)):
+            self._planned = [[known[its] for its in group] for group in wanted]
+            for update_rule in self._update_rules:
+                update_rule.attach(self.param_groups)
             return self._update_rules
         dense, experts = (getattr(self.pg_collection, name, None) for name in ("tp", "expt_tp"))
         # a rank that raises alone would leave the others waiting
         self._planned = raise_together_in(dense, lambda: raise_together_in(experts, self._shards))
-        self._update_rules, self._alone = [], {}
+        update_rules: list[MuonRule] = []
         for shards in group_by_ranks(shard for its in self._planned for shard in its):
             exchange_config = replace(self._exchange_config, device=shards[0].main.device)
             update_rule = self.update_rule_over(shards, exchange_config)
             update_rule.attach(self.param_groups)
-            self._update_rules.append(update_rule)
+            update_rules.append(update_rule)
+        self._update_rules, self._alone = update_rules, {}
         return self._update_rules
 
     def _shards(self) -> list[list[ParamShard]]:

@@ -20,6 +20,7 @@ from megatron_eopt.optimizers.update_rule import (
     ParamGroup,
     UpdateRule,
     fixed,
+    ids_of,
     loss_of,
     refuse_copy,
     refuse_group,
@@ -160,7 +161,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigurationError: If a parameter stands where no update rule updates it.
         """
-        now = [[id(param) for param in group["params"]] for group in self.param_groups]
+        now = ids_of(self.param_groups)
         if now == self._seen:
             return
         if len(now) != self._number_of_groups:

@@ -19,7 +19,7 @@ from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.element_wise import ElementWiseRule, LocalShardRule
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.storage import Storage
-from megatron_eopt.optimizers.update_rule import UpdateRule, refuse_group
+from megatron_eopt.optimizers.update_rule import UpdateRule, fixed, refuse_group
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.storage.local_tensors import local_of
@@ -50,6 +50,19 @@ class Replicated(Storage):
         done = max(steps, default=-1)
         counted = {"state": {"common_step": torch.tensor(float(done))}} if done >= 0 else {}
         return {"param_groups": groups, **counted}
+
+    def collect_gradients(self) -> None:
+        """Hand this step's gradients to the stepped tensors, in their dtype.
+
+        Raises:
+            ConfigurationError: If a group has a parameter that came after this was built.
+        """
+        known = {shard.main for shard in self.shards}
+        groups = self.optimizer.param_groups if self.assigned else ()
+        for param in (param for group in groups for param in group["params"]):
+            if param not in known:
+                raise fixed("param_groups", f"a new parameter of shape {tuple(param.shape)}")
+        super().collect_gradients()
 
 
 class MainParamsOptimizer(Replicated, Float16OptimizerWithFloat16Params):
@@ -92,8 +105,7 @@ class MainParamsOptimizer(Replicated, Float16OptimizerWithFloat16Params):
 class Float32Optimizer(Replicated, FP32Optimizer):
     """For float32: steps the parameters themselves."""
 
-    def collect_gradients(self) -> None:
-        """Hand DDP's gradients to the parameters."""
+    def _copy_model_grads_to_main_grads(self) -> None:
         # for float32, megatron-core does no more here than this
         self.prepare_grads()
 
