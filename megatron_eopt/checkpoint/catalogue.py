@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -27,27 +27,13 @@ from megatron_eopt.checkpoint.files import (
     read_metadata,
     read_rank_file,
 )
-from megatron_eopt.checkpoint.keys import BUCKET_PARAMS, split_key
+from megatron_eopt.checkpoint.keys import BUCKET_PARAMS, Saved, split_key
 from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER, Groups, groups_in
 from megatron_eopt.config.writers import TOLD
 from megatron_eopt.routing.groups import GROUP_ID
 
 type Shapes = Mapping[str, tuple[int, ...] | None]
 """Global shapes of a checkpoint's tensors by key; None for objects."""
-
-
-class Saved(NamedTuple):
-    """A tensor or an object of a checkpoint."""
-
-    kind: str | None  # of optimizer state; None for the model's tensors, settings and the like
-    name: str  # the parameter's, or what the format calls it
-    shape: tuple[int, ...] | None = None  # of the whole tensor; None for an object
-    dtype: torch.dtype | None = None
-    cuts: tuple[int, ...] = ()  # into how many pieces each dimension is cut
-    of_matrix: bool = False  # whether it is state of a logical matrix
-    slabs: int = 0  # tensor-parallel size if it belongs to one shard; else 0
-    in_bucket: bool = False  # whether it has a kind of state of many parameters
-    chain: str = ""  # prefix of the key with the index in a chain
 
 
 @dataclass(frozen=True)
@@ -119,15 +105,10 @@ def by_key(
     cuts: tuple[int, ...] = (),
 ) -> Saved:
     """Return a value of ``torch_dist``, or of a rank's file; see Note [Keys]."""
-    parts = split_key(key)
-    if parts is None:
-        return Saved(None, key, shape, dtype, cuts)
-    kind, bucket = parts.kind, ".bucket_idx_" in parts.name
-    if kind is None and bucket:
-        kind = parts.name.rpartition(".")[2]
-    return Saved(
-        kind, parts.name, shape, dtype, cuts, parts.of_matrix, parts.slabs, bucket, parts.chain
-    )
+    value = (split_key(key) or Saved(None, key))._replace(shape=shape, dtype=dtype, cuts=cuts)
+    if ".bucket_idx_" not in value.name:
+        return value
+    return value._replace(kind=value.kind or value.name.rpartition(".")[2], in_bucket=True)
 
 
 def _of_torch(folder: Path, metadata: Metadata) -> Catalogue:

@@ -101,11 +101,11 @@ class Contents:
             if not self._reads_boxes:
                 return
             yield [
-                Source(key, part.global_shape, part.box, part.global_offset)
+                replace(part.source, key=key)
                 for part in matrices
                 if part.key(kind) == piece.key
-                for key in self._present(state_key(saved_kind, part.parameter))
-                if self._shape(key) == part.global_shape
+                for key in self._present(state_key(saved_kind, part.source.key))
+                if self._shape(key) == part.source.global_shape
             ]
             return
         yield self._of_tensor(state_key(saved_kind, parameter), piece)
@@ -119,9 +119,9 @@ class Contents:
             if (size := self.catalogue.shapes.get(key := f"{source.key}.{saved_kind}"))
         ]
         yield [
-            Source(key, part.shape, Box(part.global_offset, part.size), part.box.offset)
+            part.source.turned(key, part.shape)
             for part in matrices
-            if part.parameter == parameter
+            if part.source.key == parameter
             for key in self._present(part.key(saved_kind))
             if self._shape(key) == part.shape
         ]

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.names import MAINS, MOMENTUM, STEP
 from megatron_eopt.base.upstream import owner_of, require_upstream
-from megatron_eopt.checkpoint.catalogue import Catalogue, Saved
+from megatron_eopt.checkpoint.catalogue import Catalogue
 from megatron_eopt.checkpoint.continuation import (
     Continuation,
     LoadReport,
@@ -27,6 +27,7 @@ from megatron_eopt.checkpoint.continuation import (
     Reader,
     log_notes,
 )
+from megatron_eopt.checkpoint.keys import Saved
 from megatron_eopt.checkpoint.optimizer_state import prepare
 from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER, adopt, identity_of, state_in
 from megatron_eopt.checkpoint.state_dicts import Loaded, is_users

@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -39,24 +40,31 @@ _KEY = re.compile(
 )
 
 
-class StateKey(NamedTuple):
-    """The parts of an optimizer's key."""
+class Saved(NamedTuple):
+    """A tensor or an object of a checkpoint: what its key says, and what the metadata says."""
 
-    chain: str  # prefix with the index in a chain; may be empty
-    kind: str | None  # kind of state; None for buckets of many parameters, and for settings
-    name: str  # the parameter, with its index in a stack
-    of_matrix: bool  # whether it is state of a logical matrix
-    slabs: int  # tensor-parallel size if it belongs to one shard; else 0
+    kind: str | None  # of optimizer state; None for the model's tensors, settings and the like
+    name: str  # the parameter's, with its index in a stack, or what the format calls it
+    shape: tuple[int, ...] | None = None  # of the whole tensor; None for an object
+    dtype: torch.dtype | None = None
+    cuts: tuple[int, ...] = ()  # into how many pieces each dimension is cut
+    of_matrix: bool = False  # whether it is state of a logical matrix
+    slabs: int = 0  # tensor-parallel size if it belongs to one shard; else 0
+    in_bucket: bool = False  # whether it has a kind of state of many parameters
+    chain: str = ""  # prefix of the key with the index in a chain
 
 
-def split_key(key: str) -> StateKey | None:
-    """Split the key of a tensor or object; return None if it is not an optimizer's."""
+def split_key(key: str) -> Saved | None:
+    """Return what a key says; None if it is not an optimizer's.
+
+    Buckets of many parameters have no kind yet, see ``catalogue.by_key``.
+    """
     match = _KEY.fullmatch(key)
     if match is None:
         return None
     kind, name = match["kind"] or match["other"], match["name"] or match["stacked"] or match["rest"]
-    slabs = int(match["slabs"] or 0)
-    return StateKey(match["chain"] or "", kind, name, match["other"] is not None, slabs)
+    slabs, chain = int(match["slabs"] or 0), match["chain"] or ""
+    return Saved(kind, name, of_matrix=match["other"] is not None, slabs=slabs, chain=chain)
 
 
 def kind_of(path: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.place import remat_size
 from megatron_eopt.checkpoint.keys import matrix_state_key, state_key, tensors, unstacked_key
 from megatron_eopt.checkpoint.rows import LocalRows, RowGrid, param_of, with_plain_data
+from megatron_eopt.checkpoint.sources import Source
 from megatron_eopt.config.registry import is_nonlinear_or_embedding
 from megatron_eopt.layouts.boxes import Box, cut
 from megatron_eopt.matrices import Split
@@ -45,24 +46,16 @@ class SavedSection(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """A box of a logical matrix, and where a checkpoint has it if state is saved by parameter."""
+    """A box of a logical matrix, and where it is in the parameter's tensor."""
 
     name: str  # the parameter's, unique in the model
     matrix: tuple[int, int]  # index of the matrix, and the number of the parameter's matrices
     shape: tuple[int, int]  # of the matrix
-    box: Box  # in the matrix
-    parameter: str  # key of the tensor that has it
-    global_shape: tuple[int, ...]  # that tensor's
-    global_offset: tuple[int, ...]  # of the box in it
+    source: Source  # of the matrix, in the tensor of the parameter's key
 
     def key(self, kind: str) -> str:
         """Return the key of a kind of the matrix's state."""
         return matrix_state_key(kind, self.name, self.matrix)
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """The box's shape in the tensor."""
-        return (1,) * (len(self.global_shape) - len(self.box.shape)) + self.box.shape
 
 
 class ParameterSpace:
@@ -179,12 +172,14 @@ class ParameterSpace:
                         self.name,
                         (number, len(layouts)),
                         layout.shape,
-                        Box(tuple(map(operator.add, (row, column), inside)), part.shape),
-                        section.key,
-                        section.global_shape,
-                        (
-                            *section.offset[: len(lead)],
-                            *map(operator.add, section.offset[len(lead) :], moved),
+                        Source(
+                            section.key,
+                            section.global_shape,
+                            Box(tuple(map(operator.add, (row, column), inside)), part.shape),
+                            (
+                                *section.offset[: len(lead)],
+                                *map(operator.add, section.offset[len(lead) :], moved),
+                            ),
                         ),
                     )
 

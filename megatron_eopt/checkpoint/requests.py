@@ -15,7 +15,7 @@ from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.checkpoint import saved_state
 from megatron_eopt.checkpoint.bucket_order import RankOrder
 from megatron_eopt.checkpoint.buckets import BucketSpace
-from megatron_eopt.checkpoint.catalogue import Catalogue, Saved, by_key
+from megatron_eopt.checkpoint.catalogue import Catalogue, by_key
 from megatron_eopt.checkpoint.contents import Contents, unstacked
 from megatron_eopt.checkpoint.continuation import (
     MAXIMA,
@@ -25,7 +25,7 @@ from megatron_eopt.checkpoint.continuation import (
     missing_state,
     of_other_weights,
 )
-from megatron_eopt.checkpoint.keys import matrix_state_key
+from megatron_eopt.checkpoint.keys import Saved, matrix_state_key
 from megatron_eopt.checkpoint.migration import choose
 from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace, parameter_spaces
 from megatron_eopt.checkpoint.saved_groups import optimizer_of

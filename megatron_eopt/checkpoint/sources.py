@@ -35,6 +35,11 @@ class Source:
     strides: tuple[int, ...] | None = None  # of the box in a flat tensor, if it is in one
     repeats: bool = False  # whether all rows of the box are one row of the tensor
 
+    def turned(self, key: str, shape: tuple[int, ...]) -> "Source":
+        """Return the source of the checkpoint's tensor in what is asked for, if that is saved."""
+        size = (1,) * (len(self.global_shape) - len(self.box.shape)) + self.box.shape
+        return Source(key, shape, Box(self.global_offset, size), self.box.offset)
+
     def part(self, part: Box) -> tuple[Box, tuple[int, ...]]:
         """Return what to read of the tensor for a part of the box, and the strides in it."""
         moved = tuple(map(operator.sub, part.offset, self.box.offset))

@@ -16,10 +16,11 @@ from rich.text import Text
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENT2
-from megatron_eopt.checkpoint.catalogue import Catalogue, Saved, read_catalogue
+from megatron_eopt.checkpoint.catalogue import Catalogue, read_catalogue
 from megatron_eopt.checkpoint.files import TRACKER, folder_name, read_tracker
 from megatron_eopt.checkpoint.guard.files import check
 from megatron_eopt.checkpoint.guard.saves import whole
+from megatron_eopt.checkpoint.keys import Saved
 from megatron_eopt.checkpoint.saved_groups import optimizers_of, saved_groups, saved_steps
 
 _LOADS = {

@@ -12,9 +12,10 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
 from torch.distributed import checkpoint
 
 from megatron_eopt import ConfigurationError
-from megatron_eopt.checkpoint.catalogue import Catalogue, Saved
+from megatron_eopt.checkpoint.catalogue import Catalogue
 from megatron_eopt.checkpoint.continuation import Policy, Reader
 from megatron_eopt.checkpoint.fsdp_dtensor import match
+from megatron_eopt.checkpoint.keys import Saved
 from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
