@@ -275,7 +275,7 @@ class SpotCheck:
         for number, exchange in enumerate(self.rule.exchanges):
             mine = (m for m in (self._matrices[n] for n in self._drawn) if m.exchange == number)
             # statistics look at what the waves compute
-            exchange.skipped = () if self.rule.is_measured else {m.index for m in mine}
+            exchange.skipped = () if self.rule.stats is not None else {m.index for m in mine}
             exchange.insert_checked = self._insert
         if self._replicas is None:
             first, second, arrived = self._seen
@@ -290,17 +290,27 @@ class SpotCheck:
         self, numbers: Sequence[int], groups: Sequence[ParamGroup], state: State
     ) -> dict[int, Tensor]:
         """Return the directions of some shards; note fingerprints of momenta if they count."""
-        directions, momenta = self.rule.look_ahead(numbers, groups, state)
+        rule, wanted = self.rule, set(numbers)
+        items = {n: i for n, i in rule.with_grads(groups, state).items() if n in wanted}
+        params = [item.param for item in items.values()]
+        if rule.host is not None:
+            rule.host.fetch(params, state)
+        found, momenta = rule.look_ahead(items, {})
+        if rule.host is not None:
+            rule.host.write_back(params, state)
+            rule.host.wait_for_write_back()
         for at, matrix in enumerate(self._matrices[n] for n in self._drawn):
             if self._replicas is not None and matrix.shard in momenta:
                 for piece, row in matrix.pieces(momenta[matrix.shard], self._ranks.rank):
                     self._of_momenta[at] += fingerprint(piece, row)
-        return directions
+        exchange = rule.exchange
+        return {n: exchange.input_of(n, found).to(exchange.dtype) for n in numbers}
 
     def forget(self) -> None:
         """Drop what was computed for a step."""
         for exchange in self.rule.exchanges:
             exchange.skipped, exchange.insert_checked = (), None
+        self.rule.squares.clear()  # left of matrices that were skipped
         self._drawn, self._updates = (), {}
         self._seen = self._of_momenta = torch.empty(0)
 
@@ -334,9 +344,10 @@ class SpotCheck:
 
         def compute(batch: WaveBatch) -> None:
             start, ranks = batch.matrices[0], planned.ranks[batch.matrices[0]]
-            exchange = self.rule.exchanges[matrices[start].exchange]
+            # the rule reads the current one
+            exchange = self.rule.exchange = self.rule.exchanges[matrices[start].exchange]
             indices = [matrices[at].index for at in batch.matrices]
-            self.rule.compute_alone(exchange, batch.tensor, indices)
+            exchange.compute_alone(batch.tensor, indices)
             row = 0 if exchange.blockwise else ranks.index(self._ranks.rank)
             # the last rank stands in for those that others matrices have
             last = row + 1 if row + 1 < len(ranks) else kinds - 1
@@ -345,8 +356,11 @@ class SpotCheck:
         def store(results: Mapping[str, Tensor]) -> None:
             updates.update({number_of[name]: result for name, result in results.items()})
 
+        # a matrix that the step computes again must not count twice
+        stats, self.rule.stats = self.rule.stats, None
         with matmul_precision():
             planned.redistribution.run(load, compute, store)
+        self.rule.stats = stats
         planned.redistribution.buffers.clear()
         seen[:-1] *= planned.copies
         for row, places, views in planned.arriving:

@@ -17,7 +17,6 @@ Note [The way of a gradient]
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -30,7 +29,6 @@ from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.passes import empty_sums, momentum_update_, update_
 from megatron_eopt.optimizers.exchange import ExchangeConfig, MatrixExchange, ParamWithGrad
 from megatron_eopt.optimizers.momentum import RoundedMomentum
-from megatron_eopt.optimizers.step_stats import ORTHOGONALIZATION, StepStats
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
 from megatron_eopt.storage.interface import model_copies_of
 from megatron_eopt.storage.shard import ParamShard
@@ -80,9 +78,8 @@ class MuonRule(UpdateRule):
             )
             self.optional_state = frozenset({MOMENTUM_SCALE, STEP})
         self._counts_steps = self.rounding is not None
-        self._stats: StepStats | None = None
         # sums of squares of directions, by the number of the one matrix of their parameter
-        self._squares: dict[int, Tensor] = {}
+        self.squares: dict[int, Tensor] = {}
 
     @functools.cached_property
     def shapes(self) -> list[list[tuple[int, int]]]:
@@ -103,12 +100,6 @@ class MuonRule(UpdateRule):
         yield from super().buffers()
         if self.rounding is not None:
             yield from self.rounding.tensors()
-
-    def measure(self, stats: StepStats | None) -> None:
-        """Measure the following steps with ``stats``; None stops measuring."""
-        for exchange in self.exchanges:
-            exchange.redistribution.measure(None if stats is None else stats.meter)
-        self._stats = stats
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create every momentum and, where steps are counted, step counters."""
@@ -159,7 +150,7 @@ class MuonRule(UpdateRule):
     @torch.no_grad()
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters of ``groups``; collective."""
-        items = self._with_grads(groups, state)
+        items = self.with_grads(groups, state)
         # in a group, a rank without gradients still takes part in the all-to-alls
         if self.exchange.ranks.group is None and not items:
             return
@@ -172,7 +163,8 @@ class MuonRule(UpdateRule):
             torch._foreach_add_(counts, [one] * len(counts))
         self._run(items, groups)
 
-    def _with_grads(self, groups: Sequence[ParamGroup], state: State) -> dict[int, ParamWithGrad]:
+    def with_grads(self, groups: Sequence[ParamGroup], state: State) -> dict[int, ParamWithGrad]:
+        """Return the parameters that have a gradient, by the number of their shards."""
         items = {}
         for group, param, number in self.numbered(groups):
             if MOMENTUM not in state[param]:
@@ -183,46 +175,16 @@ class MuonRule(UpdateRule):
         return items
 
     def look_ahead(
-        self, numbers: Sequence[int], groups: Sequence[ParamGroup], state: State
+        self, items: Mapping[int, ParamWithGrad], outs: Mapping[int, Tensor]
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Return the directions of some shards, as they are sent, and what momenta will be."""
-        items = {n: item for n, item in self._with_grads(groups, state).items() if n in numbers}
-        params = [item.param for item in items.values()]
-        if self.host is not None:
-            self.host.fetch(params, state)
-        momenta = {
-            n: item.state[MOMENTUM].clone()
-            if self.rounding is None
-            else self.rounding.read(n, item.state).clone()
-            for n, item in items.items()
-        }
+        """Return directions, as they are sent, and what momenta will be; the state stays."""
         # into copies: the step itself will do the same to the state
-        found = self._momentum_update(items, momenta, {}, self.optimizer.nesterov)
-        if self.host is not None:
-            self.host.write_back(params, state)
-            self.host.wait_for_write_back()
-        dtype = self.exchange.dtype
-        return {n: self.exchange.input_of(n, found).to(dtype) for n in numbers}, momenta
-
-    def compute_alone(
-        self, exchange: MatrixExchange, stack: Tensor, matrices: Sequence[int]
-    ) -> None:
-        """Compute whole matrices of an exchange on this rank, without measuring them."""
-        # `_update` reads the current one; a matrix that is computed again must not count twice
-        self.exchange, before = exchange, self._stats
-        self._stats = None
-        exchange.compute_alone(stack, matrices)
-        self._stats = before
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether statistics are collected in this step."""
-        return self._stats is not None
+        momenta = {n: kept.clone() for n, kept in self._momenta(items).items()}
+        return self._momentum_update(items, momenta, outs, self.optimizer.nesterov), momenta
 
     def _run(self, items: Mapping[int, ParamWithGrad], groups: Sequence[ParamGroup]) -> None:
         """Update parameters; a hook for subclasses, around all waves."""
         self.exchange.run(items, self._directions, self._apply, self.host)
-        self._squares.clear()  # left of matrices that were not computed
 
     def _directions(
         self,
@@ -238,15 +200,18 @@ class MuonRule(UpdateRule):
             outs: Flat memory for some of the directions, which may stay unused. With None,
                 directions keep the momentum's dtype; otherwise they are rounded as they are sent.
         """
-        if self.rounding is None:
-            momenta = {n: item.state[MOMENTUM] for n, item in items.items()}
-        else:
-            momenta = {n: self.rounding.read(n, item.state) for n, item in items.items()}
+        momenta = self._momenta(items)
         found = self._momentum_update(items, momenta, outs, self.optimizer.nesterov)
         if self.rounding is not None:
             new = {n: (item.state, momenta[n]) for n, item in items.items()}
             self.rounding.write(arriving, new)
         return found
+
+    def _momenta(self, items: Mapping[int, ParamWithGrad]) -> dict[int, Tensor]:
+        """Return momenta by the number of the shard: those in the state, unless it rounds them."""
+        if self.rounding is None:
+            return {n: item.state[MOMENTUM] for n, item in items.items()}
+        return {n: self.rounding.read(n, item.state) for n, item in items.items()}
 
     def _momentum_update(
         self,
@@ -276,7 +241,7 @@ class MuonRule(UpdateRule):
                 elif nesterov or rounds:
                     out = torch.empty_like(momentum, dtype=dtype)
                 if squares is not None:
-                    self._squares[self.exchange.first[item.number]] = squares
+                    self.squares[self.exchange.first[item.number]] = squares
                 # without Nesterov, place and rounding, the momentum itself is the direction
                 directions[item.number] = momentum if out is None else out.view(momentum.shape)
                 written.append(out)
@@ -311,24 +276,20 @@ class MuonRule(UpdateRule):
         # of the whole matrix, also if this rank has a slab of it
         scales = self._scales_of(self.exchange.out_in(matrices[0], shape))
         # a stack is divided in one pass, so sums of squares must be known of all its matrices
-        known = [self._squares.pop(matrix, None) for matrix in matrices]
+        known = [self.squares.pop(matrix, None) for matrix in matrices]
         sums = [squares for squares in known if squares is not None]
         squares = None
         if len(sums) == len(known):
             squares = sums[0].unsqueeze(0) if len(sums) == 1 else torch.stack(sums)
-        compute = self.optimizer.orthogonalization
-        if self._stats is None:
-            compute.factors_(stack, reduce, shape, scales, squares)
-            return
-        with self._stats.meter.span(ORTHOGONALIZATION):
-            compute.factors_(stack, reduce, shape, scales, squares)
-        self._stats.look_at(self.exchange, matrices, stack, reduce, shape, math.prod(scales))
+        factors_ = self.optimizer.orthogonalization.factors_
+        if self.stats is not None:
+            factors_ = self.stats.watching(factors_, self.exchange, matrices)
+        factors_(stack, reduce, shape, scales, squares)
 
     def _apply(self, items: Sequence[ParamWithGrad], updates: Mapping[int, Tensor]) -> None:
         """Apply weight decay, and subtract the updates; a hook for subclasses."""
-        if self._stats is not None:
-            numbers = [item.number for item in items]
-            self._stats.count_updates(numbers, [updates[number] for number in numbers])
+        if self.stats is not None:
+            self.stats.count_updates({item.number: updates[item.number] for item in items})
         for group, members in _by_group(items):
             params, lr = [item.param for item in members], group["lr"]
             share = {"decoupled": lr, "independent": 1.0, "l2": 0.0}

@@ -6,7 +6,7 @@ share. Results stay on the device until they are read.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -21,6 +21,12 @@ SAMPLES = 4
 
 ORTHOGONALIZATION = "orthogonalization"
 """Name of the timed spans in which matrices are orthogonalized."""
+
+
+type FactorsT = Callable[
+    [Tensor, ReduceT | None, tuple[int, int], Sequence[float], Tensor | None], None
+]
+"""Replaces matrices by scaled orthogonal factors, as ``Orthogonalization.factors_``."""
 
 
 class StepStats:
@@ -38,13 +44,32 @@ class StepStats:
         self.residuals: list[Tensor] = []  # of sampled matrices times their shares; float32 scalars
         self.samples = 0.0
 
-    def count_updates(self, numbers: Sequence[int], updates: Sequence[Tensor]) -> None:
-        """Add the updates of shards to the sums."""
-        shares = [self._shares.get(number, 0.0) for number in numbers]
-        self.squares += sum_of_squares(updates, shares, self.squares.device)
-        self.elements += sum(s * u.numel() for s, u in zip(shares, updates, strict=True))
+    def count_updates(self, updates: Mapping[int, Tensor]) -> None:
+        """Add the updates of shards, by their numbers, to the sums."""
+        shares = [self._shares.get(number, 0.0) for number in updates]
+        tensors = list(updates.values())
+        self.squares += sum_of_squares(tensors, shares, self.squares.device)
+        self.elements += sum(s * u.numel() for s, u in zip(shares, tensors, strict=True))
 
-    def look_at(
+    def watching(
+        self, factors_: FactorsT, exchange: MatrixExchange, matrices: Sequence[int]
+    ) -> FactorsT:
+        """Return ``factors_`` that also measures its time, and the orthogonality of its result."""
+
+        def watched(
+            stack: Tensor,
+            reduce: ReduceT | None,
+            shape: tuple[int, int],
+            scales: Sequence[float],
+            squares: Tensor | None,
+        ) -> None:
+            with self.meter.span(ORTHOGONALIZATION):
+                factors_(stack, reduce, shape, scales, squares)
+            self._look_at(exchange, matrices, stack, reduce, shape, math.prod(scales))
+
+        return watched
+
+    def _look_at(
         self,
         exchange: MatrixExchange,
         matrices: Sequence[int],

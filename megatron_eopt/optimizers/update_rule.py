@@ -115,6 +115,7 @@ class UpdateRule:
         self.shard_numbers: list[list[int | None]] = []
         self.group_of: dict[int, int] = {}  # the parameter group of each shard
         self.exchanges: list[MatrixExchange] = []  # what computes whole matrices, if it does
+        self.stats: StepStats | None = None  # measures its steps
         self.host: HostMemory | None = None  # keeps some weights and state in host memory
         self.faults: list[tuple[str, str]] = []  # weights that it cannot start from, and why
         # state of whole matrices, by what stands for those that this rank computes
@@ -127,6 +128,7 @@ class UpdateRule:
 
     def measure(self, stats: StepStats | None) -> None:
         """Measure the following steps with ``stats``; None stops measuring."""
+        self.stats = stats
         for exchange in self.exchanges:
             exchange.redistribution.measure(None if stats is None else stats.meter)
 

@@ -68,9 +68,8 @@ class WindowedMuonRule(MuonRule):
         def directions(
             some: Mapping[int, ParamWithGrad], _: Sequence[int], outs: Mapping[int, Tensor]
         ) -> Mapping[int, Tensor]:
-            # copies, since the step may be skipped or computed again
-            momenta = {n: item.state[MOMENTUM].clone() for n, item in some.items()}
-            return self._momentum_update(some, momenta, outs, self.optimizer.nesterov)
+            # the step may be skipped or computed again
+            return self.look_ahead(some, outs)[0]
 
         self.exchange.run(items, directions, lambda _, found: updates.update(found), keep=True)
         self._updates[window] = updates, self._settings(groups)
@@ -136,5 +135,5 @@ class WindowedMuonRule(MuonRule):
     ) -> dict[int, ParamWithGrad]:
         """Return the parameters of a window with gradients; make its exchange the current one."""
         self.exchange = self.exchanges[window]
-        found = self._with_grads(groups, state)
+        found = self.with_grads(groups, state)
         return {number: found[number] for number in self.members[window] if number in found}
