@@ -1,5 +1,7 @@
 """HybridModel through the trainer, by the flag that asks for it; cases resume it."""
 
+import pytest
+
 from tests.functional.script import losses, train
 
 MUON = [
@@ -9,6 +11,7 @@ MUON = [
 TWO_LAYERS = ["--hybrid-layer-pattern", "*-*-"]
 
 
+@pytest.mark.long
 def test_it_goes_on_from_a_gpt_model_and_its_optimizer_state(tmp_path):
     gpt = losses(train(*MUON, "--save", str(tmp_path), "--save-interval", "3"))
     hybrid = losses(train(*MUON, *TWO_LAYERS, "--load", str(tmp_path), "--ckpt-step", "3"))

@@ -144,6 +144,7 @@ def test_a_first_save_that_was_killed_is_no_checkpoint(tmp_path):
     assert len(resumed(tmp_path, flags)) == 2
 
 
+@pytest.mark.long
 def test_files_of_more_ranks_do_not_stay(tmp_path):
     flags = [*FORMATS["torch"], "--save", str(tmp_path)]
     train(*SAVE, *flags, timeout=300)
