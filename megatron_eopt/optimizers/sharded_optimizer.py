@@ -52,10 +52,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": []}], {})
         self.param_groups = list(groups)
         self._number_of_groups = len(self.param_groups)
-        places = [own for _, own in served]
+        places = [place for _, place in served]
         self.assigned = [
-            AssignedRule(rule, self, own, is_shared=places.count(own) > 1, lends=self.lends)
-            for rule, own in served
+            AssignedRule(rule, self, place, is_shared=places.count(place) > 1, lends=self.lends)
+            for rule, place in served
         ]
         self.update_rules = [rule for rule, _ in served]
         shard_of = {shard.param: shard for rule in self.update_rules for shard in rule.shards}
@@ -89,7 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with item.groups_and_state() as (groups, state):
                 stepped = [param for group in groups for param in group["params"]]
                 pairs = zip(outer, stepped, strict=True)
-                movable = frozenset(its for param, its in pairs if param in settings.movable)
+                movable = frozenset(tensor for param, tensor in pairs if param in settings.movable)
                 item.rule.off_load(groups, state, replace(settings, movable=movable))
 
     def refuse_faults(self) -> None:
@@ -185,21 +185,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     first = item.places.start + item.rule.group_of[number]
                     stop = first + 1
                 home[shard.main] = range(first, stop)
-        found = [
+        strangers = [
             self._described(param, group)
             for number, group in enumerate(self.param_groups)
             for param in group["params"]
             if number not in home.get(param, ())
         ]
-        held = {param for group in self.param_groups for param in group["params"]}
+        members = {param for group in self.param_groups for param in group["params"]}
         # rules of whole matrices step all of them, or none
         missed = [
             self.names[param]
             for rule in self.update_rules
             for param in rule.params
-            if param not in held and (found or rule.counts_matrices)
+            if param not in members and (strangers or rule.counts_matrices)
         ]
-        return [*found, *missed]
+        return [*strangers, *missed]
 
     def _described(self, param: Tensor, group: ParamGroup) -> str:
         where = f"a parameter of group {group.get('group_id')!r}, of shape {tuple(param.shape)}"

@@ -84,12 +84,12 @@ class Storage:
 
     def take_up(self, shards: Iterable[ParamShard]) -> list[ParamShard]:
         """Set the tensors that are stepped, and return the shards of which this rank has some."""
-        mains, found = self.mains(), []
+        mains, stored = self.mains(), []
         for shard in shards:
             shard.main = mains.get(shard.param, shard.param)
             if shard.main is not None:
-                found.append(shard)
-        return found
+                stored.append(shard)
+        return stored
 
     def mains(self) -> Mapping[Tensor, Tensor | None]:
         """Return what is stepped in place of parameters; None for what only other ranks store."""

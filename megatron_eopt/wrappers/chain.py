@@ -185,10 +185,10 @@ class OptimizerChain(ChainedOptimizer):
             check = None if self.step_checks is None else self.step_checks.due(self._steps_done)
             # the host of a step that is checked waits anyway
             late = self.has_kernels and check is None and self._may_read_late(norms)
-            found: Any = norms[None].value if late else self._read(norms)
+            norm: Any = norms[None].value if late else self._read(norms)
             if self._overlap is not None:
                 self._overlap.settle(norms[None], self._keeps)
-            skips = not late and self.is_above_skip_threshold(found)
+            skips = not late and self.is_above_skip_threshold(norm)
             with clipped(
                 self.chained_optimizers,
                 # a step that is skipped leaves gradients as they are
@@ -202,13 +202,13 @@ class OptimizerChain(ChainedOptimizer):
                 zeros = self.count_zeros() if self.settings.original.log_num_zeros_in_grad else None
                 if skips:
                     self.skipped_steps += 1
-                    return False, found, zeros
+                    return False, norm, zeros
                 with check or nullcontext():
                     done = self.step_with_ready_grads()
             if late:
                 norms[None].send()
                 self._unread = norms
-            return done, found, zeros
+            return done, norm, zeros
 
     def _has_copies(self) -> bool:
         groups = [child.get_grad_stats_parallel_group() for child in self.chained_optimizers]
@@ -304,10 +304,10 @@ class OptimizerChain(ChainedOptimizer):
         check_number("clip_grad", clip_grad, above=0)
         self.read_late()
         norms = self.norms()
-        found = self._read(norms)
+        norm = self._read(norms)
         with clipped(self.chained_optimizers, clip_grad, norms, fuses=False):
             pass
-        return found
+        return norm
 
     def norms(self, flag: Tensor | None = None) -> dict[str | None, GradNorm]:
         """Return the norms of all gradients, and of each group with a norm of its own; collective.
@@ -330,13 +330,13 @@ class OptimizerChain(ChainedOptimizer):
         """Return the norm of gradients outside norm groups; raises if any norm is not finite."""
         self._unread = {}
         self._last_norm = math.inf
-        found = {name: norm.read() for name, norm in norms.items()}
-        self.grad_norms_by_group: dict[str, float] = {k: v for k, v in found.items() if k}
-        for norm in found.values():
+        values = {name: norm.read() for name, norm in norms.items()}
+        self.grad_norms_by_group: dict[str, float] = {k: v for k, v in values.items() if k}
+        for norm in values.values():
             if not math.isfinite(norm) and not self.is_above_skip_threshold(norm):
                 self._refuse(list(norms.values()))
-        self._last_norm = found.get(None, math.inf)
-        return found.get(None, 0.0)
+        self._last_norm = values.get(None, math.inf)
+        return values.get(None, 0.0)
 
     def is_above_skip_threshold(self, norm: float) -> bool:
         """Return whether steps with this gradient norm are skipped; False for nan."""
@@ -497,6 +497,6 @@ class OptimizerChain(ChainedOptimizer):
         self.skipped_steps += 1
         if self._overlap is not None:
             self._overlap.forget()
-        found = non_finite(names_in(self._named_chunks), norms)
+        names = non_finite(names_in(self._named_chunks), norms)
         # all gradients can be finite while the sum of their squares overflows float32
-        raise NonFiniteError("gradients" if found else "norm", sorted(found) or ["all gradients"])
+        raise NonFiniteError("gradients" if names else "norm", sorted(names) or ["all gradients"])

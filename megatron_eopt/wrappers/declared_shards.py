@@ -41,19 +41,22 @@ class PlacedShards:
     def __init__(self, names: Mapping[Tensor, str], group: dist.ProcessGroup | None) -> None:
         self._ranks = Ranks.of(group)
         # a parameter without a place must raise before the others wait for this rank's places
-        mine = raise_together_in(group, lambda: [_described(p, n) for p, n in names.items()])
-        found = gather_objects(mine, group) if self._ranks.group is not None else [mine]
-        if any(_wholes(its) != _wholes(mine) for its in found):
+        described = raise_together_in(group, lambda: [_described(p, n) for p, n in names.items()])
+        of_ranks = (
+            gather_objects(described, group) if self._ranks.group is not None else [described]
+        )
+        if any(_wholes(its) != _wholes(described) for its in of_ranks):
             rule = (
                 "must be parts of the same parameters, in the same order, on all ranks of a group"
             )
             hint = "Give every rank of the group its part of each parameter, even an empty one"
-            raise ConfigurationError(PLACE_ATTRIBUTE, [n for n, *_ in mine][:8], rule, hint)
+            raise ConfigurationError(PLACE_ATTRIBUTE, [n for n, *_ in described][:8], rule, hint)
         # first and last indices of each rank's box, and whether its copy counts
         self._boxes = {
-            param: _Boxes([its[number][1:3] for its in found]) for number, param in enumerate(names)
+            param: _Boxes([its[number][1:3] for its in of_ranks])
+            for number, param in enumerate(names)
         }
-        for (param, boxes), (name, *_, whole) in zip(self._boxes.items(), mine, strict=True):
+        for (param, boxes), (name, *_, whole) in zip(self._boxes.items(), described, strict=True):
             if not boxes.cover(whole):
                 rule = "does not store every element once, on all ranks of the group together"
                 hint = "Correct the offsets; several ranks may store the same box, as copies"

@@ -133,14 +133,16 @@ def _shards(
     ]
     if group is not None:
         # computed from the layouts, so all ranks find the same owners without communication
-        owners = iter(computed_by([layout for its in layouts for layout in its]))
+        owners = iter(computed_by([layout for of_param in layouts for layout in of_param]))
         layouts = [
-            tuple(layout.with_sources(_replica_of(next(owners), param, group)) for layout in its)
-            for its, param in zip(layouts, params.values(), strict=True)
+            tuple(
+                layout.with_sources(_replica_of(next(owners), param, group)) for layout in of_param
+            )
+            for of_param, param in zip(layouts, params.values(), strict=True)
         ]
     return [
-        ParamShard(name, param, split, its, Ranks.of(group), tuple(local_of(param).shape))
-        for (name, param), split, its in zip(params.items(), splits, layouts, strict=True)
+        ParamShard(name, param, split, of_param, Ranks.of(group), tuple(local_of(param).shape))
+        for (name, param), split, of_param in zip(params.items(), splits, layouts, strict=True)
     ]
 
 
@@ -150,10 +152,10 @@ def _held_by_all(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> I
     Ranks communicate only if Megatron-FSDP's first version shards a parameter; other layouts follow
     from placements, or from what each rank knows of a unit.
     """
-    mine = [local_of(param).numel() for param in params]
+    sizes = [local_of(param).numel() for param in params]
     asks = group is not None and any(map(is_in_a_bucket, params))
-    of_ranks = gather_objects(mine, group) if asks else [mine]
-    return np.array(of_ranks, np.int64).reshape(-1, len(mine))
+    of_ranks = gather_objects(sizes, group) if asks else [sizes]
+    return np.array(of_ranks, np.int64).reshape(-1, len(sizes))
 
 
 def _layouts(
@@ -334,8 +336,8 @@ def _checked(settings: Settings, routing: Routing) -> list[OptimizerSpec]:
     specs = optimizer_specs(settings, routing, chunks, None, stand_ins=True, plain=True)
     for spec in specs:
         if spec.layout == "matrix_state":
-            mine = [param for group in spec.groups for param in group["params"]]
-            check_dtypes({param: routing.names[param] for param in mine}, spec.name)
+            params = [param for group in spec.groups for param in group["params"]]
+            check_dtypes({param: routing.names[param] for param in params}, spec.name)
     return specs
 
 
@@ -370,8 +372,8 @@ def _matrix_update_rule(
 
     named = {routing.names[param]: param for param in params}
     splits = [routing.matrices[param] or whole(whole_shape(param)) for param in params]
-    found = raise_together_in(group, lambda: source.shards(named, splits, group, computed_by))
-    return update_rule_over(spec, found, exchange_config, settings.config)
+    shards = raise_together_in(group, lambda: source.shards(named, splits, group, computed_by))
+    return update_rule_over(spec, shards, exchange_config, settings.config)
 
 
 def is_torch_fsdp2(model_chunks: Sequence[Any]) -> bool:

@@ -158,11 +158,11 @@ def _route(
         routing = route_parameters(settings, parameters, overrides, standard)
     routing = with_splits(routing, settings, places)
     raise_together(lambda: _refuse_sparse(model))
-    mine = {r.parameter.param for r in routing.routes if r.optimizer == settings.optimizer}
+    of_main = {r.parameter.param for r in routing.routes if r.optimizer == settings.optimizer}
     heads = [
         path
         for path, module in likely_heads(model, outputs).items()
-        if not settings.is_standard and not mine.isdisjoint(module.parameters())
+        if not settings.is_standard and not of_main.isdisjoint(module.parameters())
     ]
     if heads and is_rank_0():
         text = (
@@ -195,13 +195,13 @@ def _without_decay(parameters: Sequence[ModelParameter]) -> Overrides:
 @contextmanager
 def _marked(params: Iterable[Tensor]) -> Iterator[None]:
     """In a block, let tables and output layers have megatron-core's mark, which overrides match."""
-    mine = [param for param in params if not hasattr(param, OUTPUT_ATTRIBUTE)]
-    for param in mine:
+    unmarked = [param for param in params if not hasattr(param, OUTPUT_ATTRIBUTE)]
+    for param in unmarked:
         setattr(param, OUTPUT_ATTRIBUTE, True)
     try:
         yield
     finally:
-        for param in mine:
+        for param in unmarked:
             delattr(param, OUTPUT_ATTRIBUTE)
 
 
@@ -249,16 +249,16 @@ def import_torch_muon(
         for param, name in optimizer.names.items()
         if MOMENTUM in optimizer.state[param] and param.dim() > 1
     }
-    found = match_names(targets, momenta)
-    if odd := sorted(momenta.keys() - set(found.values())):
+    names = match_names(targets, momenta)
+    if odd := sorted(momenta.keys() - set(names.values())):
         rule = "these parameters have no momentum in this optimizer"
         raise ConfigurationError("state_dict", odd[:8], rule, "Correct the names, or choose Muon")
-    if missing := sorted(targets.keys() - found.keys()):
+    if missing := sorted(targets.keys() - names.keys()):
         rule = "the state dict lacks the momentum of these parameters"
         hint = "Choose another optimizer for them with config_overrides"
         raise ConfigurationError("state_dict", missing[:8], rule, hint)
     for name, (param, target) in targets.items():
-        value = momenta[found[name]]
+        value = momenta[names[name]]
         if value.shape != param.shape:
             rule = f"the momentum must have the shape of the parameter, {tuple(param.shape)}"
             raise ConfigurationError(name, tuple(value.shape), rule, "Load a run of this model")

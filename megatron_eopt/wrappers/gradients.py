@@ -59,12 +59,12 @@ def unscale_(grads: list[Tensor], inv_scale: Tensor, group: Any) -> bool:
     Returns:
         Whether the gradients of any rank of ``group`` had infs or nans.
     """
-    found = torch.zeros_like(inv_scale)
+    has_overflowed = torch.zeros_like(inv_scale)
     # a rank without gradients still takes part in the all-reduce
     if grads:
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale)
-    distributed.all_reduce(found, op=distributed.ReduceOp.MAX, group=group)
-    return bool(found.item() > 0)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, has_overflowed, inv_scale)
+    distributed.all_reduce(has_overflowed, op=distributed.ReduceOp.MAX, group=group)
+    return bool(has_overflowed.item() > 0)
 
 
 class GradNorm:
@@ -185,15 +185,15 @@ class GradNorm:
 
 def non_finite(names: Mapping[Tensor, str], norms: Sequence[GradNorm]) -> set[str]:
     """Return the global names of parameters with non-finite gradients; collective, on all ranks."""
-    found = {
+    of_all_ranks = {
         global_name(param, names.get(param, "a parameter"))
         for norm in norms
         for param in norm.non_finite()
     }
     # each group passes the names on to the next, so that they get to all ranks
     for group in dict.fromkeys(group for norm in norms for group in norm.groups):
-        found = found.union(*gather_objects(found, group))
-    return found
+        of_all_ranks = of_all_ranks.union(*gather_objects(of_all_ranks, group))
+    return of_all_ranks
 
 
 def fuses_grad_scale(storage: Storage) -> bool:

@@ -61,8 +61,8 @@ def _on_host(storages: Sequence[Storage]) -> Iterator[Tensor]:
 def _states(storages: Sequence[Storage]) -> Iterator[Tensor]:
     for storage in storages:
         if not storage.is_stub_optimizer:
-            found = (value for _, value in leaves(list(storage.optimizer.state.values())))
-            yield from (value for value in found if isinstance(value, Tensor))
+            values = (value for _, value in leaves(list(storage.optimizer.state.values())))
+            yield from (value for value in values if isinstance(value, Tensor))
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

@@ -57,9 +57,9 @@ class Overlap:
         self._storages = [item for item in storages if isinstance(item, Zero1Optimizer)]
         self._may_look = may_look
         self._groups, self._chunks = bucket_groups(chunks), chunks
-        found = list(self._found())
-        self._update_rules = list({window.update_rule for window in found})
-        self._windows = {g: [w for w in found if w.group is g] for g in self._groups}
+        windows = list(self._found())
+        self._update_rules = list({window.update_rule for window in windows})
+        self._windows = {g: [w for w in windows if w.group is g] for g in self._groups}
         self._mains = {
             (storage, group): [s.main for s in storage.shards if s.param in group.params]
             for storage in self._storages
@@ -157,8 +157,8 @@ class Overlap:
         self._waiting.clear()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        found = [update_rule.unchanged() for update_rule in self._update_rules]
-        same = [flag for flag in found if flag is not None]
+        flags = [update_rule.unchanged() for update_rule in self._update_rules]
+        same = [flag for flag in flags if flag is not None]
         if not same:
             return torch.zeros((), device="cuda")
         return 1.0 - torch.stack(same).all().float()

@@ -164,8 +164,10 @@ def _check_copies(context: OptimizerBuildContext, *, compare: bool) -> None:
         group = getattr(context.collection, kind, None)
         if not compare or group is None or get_pg_size(group) == 1:
             continue
-        for its in gather_objects(seen[is_expert], group):
-            odd = [name for name, mine in seen[is_expert].items() if its.get(name) != mine]
+        for other_rank in gather_objects(seen[is_expert], group):
+            odd = [
+                name for name, sample in seen[is_expert].items() if other_rank.get(name) != sample
+            ]
             if odd:
                 rule = "has other values on another data-parallel rank, so it is not a copy"
                 hint = "Use build_sharded for parts; broadcast copies before building the optimizer"

@@ -198,18 +198,18 @@ def _shards_of(tensor: DTensor) -> int:
 
 def _values(row: Mapping[str, float]) -> dict[str, float]:
     """Return the statistics of one optimizer class from its sums, without unmeasured ones."""
-    found: dict[str, float] = {}
+    stats: dict[str, float] = {}
     ranks = _world_size()
     if elements := row["elements"]:
-        found["learning-rate"] = row["rates"] / elements
-        found["weight-rms"] = math.sqrt(row["squares"] / elements)
+        stats["learning-rate"] = row["rates"] / elements
+        stats["weight-rms"] = math.sqrt(row["squares"] / elements)
     if updated := row["updated"]:
-        found["update-rms"] = math.sqrt(row["squares of updates"] / updated)
+        stats["update-rms"] = math.sqrt(row["squares of updates"] / updated)
     if samples := row["samples"]:
-        found["orthogonality-residual"] = row["residuals"] / samples
+        stats["orthogonality-residual"] = row["residuals"] / samples
     if seconds := row["seconds of exchange"]:
-        found["exchange-bytes"] = row["bytes"] / ranks
-        found["exchange-seconds"] = seconds / ranks
+        stats["exchange-bytes"] = row["bytes"] / ranks
+        stats["exchange-seconds"] = seconds / ranks
     if seconds := row["seconds of orthogonalization"]:
-        found["orthogonalization-seconds"] = seconds / ranks
-    return found
+        stats["orthogonalization-seconds"] = seconds / ranks
+    return stats

@@ -72,15 +72,17 @@ def redistribution_grids(groups: Sequence[tuple[Any, Any, Any, Any]]) -> list[Ra
         for rank, place in enumerate(tensor):
             # all members of a group use the key of its first rank
             classes.setdefault(data[rows[place.first].first].first, []).append(rank)
-        mine = next(ranks for ranks in classes.values() if distributed.get_rank() in ranks)
-        known = (group for group in (data_group, existing) if group is not None)
+        own_ranks = next(ranks for ranks in classes.values() if distributed.get_rank() in ranks)
+        existing_groups = (group for group in (data_group, existing) if group is not None)
         # a group of Megatron's is used again if it is the grid, because each communicator takes
         # memory
-        group = next((group for group in known if sorted(ranks_of(group)) == mine), None)
+        group = next(
+            (group for group in existing_groups if sorted(ranks_of(group)) == own_ranks), None
+        )
         # ``new_group`` is collective over the world, so all ranks create all groups, or none
-        if any_rank(group is None and len(mine) > 1):
+        if any_rank(group is None and len(own_ranks) > 1):
             made = [distributed.new_group(ranks) for ranks in classes.values()]
-            group = made[list(classes.values()).index(mine)] if len(mine) > 1 else None
+            group = made[list(classes.values()).index(own_ranks)] if len(own_ranks) > 1 else None
         # fragments are numbered by the rank in the data-parallel group
         tensor_ranks, row_ranks, data_ranks = (
             tuple(places[rank].number for rank in ranks_of(group))
@@ -128,29 +130,29 @@ def buffer_sets(
     given = pg_collection if collection is pg_collection else None
     # without gloo here: with it, the function fails for a caller's own groups, and where Megatron
     # has created no gloo groups; ``_gloo_twin`` returns None there
-    found = ProcessGroupCollection.setup_process_groups_for_optimizer(
+    groups = ProcessGroupCollection.setup_process_groups_for_optimizer(
         given, list(model_chunks), use_gloo_process_groups=False
     )
-    several = get_pg_size(found["dp_cp_group"]) > get_pg_size(found["intra_dp_cp_group"])
+    several = get_pg_size(groups["dp_cp_group"]) > get_pg_size(groups["intra_dp_cp_group"])
     shared = {
-        "stats": found["intra_dist_opt_group"],
-        "instance": get_pg_rank(found["inter_dist_opt_group"]) if several else 0,
+        "stats": groups["intra_dist_opt_group"],
+        "instance": get_pg_rank(groups["inter_dist_opt_group"]) if several else 0,
         "collection": collection,
     }
     existing = getattr(collection, "tp_dp_cp", None)
     rows = [getattr(collection, name, None) for name in ("gtp_remat", "expt_gtp_remat")]
-    wanted = [(collection.tp, rows[0], found["intra_dp_cp_group"], existing)]
+    wanted = [(collection.tp, rows[0], groups["intra_dp_cp_group"], existing)]
     # a stage without experts has an empty set, to take part in the creation of groups
     if any_rank(any(chunk.expert_parallel_buffers for chunk in model_chunks)):
-        wanted.append((collection.expt_tp, rows[1], found["intra_expt_dp_group"], None))
+        wanted.append((collection.expt_tp, rows[1], groups["intra_expt_dp_group"], None))
     grids = redistribution_grids(wanted) if redistributed else [None] * len(wanted)
     return [
         BufferSet(
             is_expert=is_expert,
             buffers={i: _buffers(chunk, attribute) for i, chunk in enumerate(model_chunks)},
-            data=found[data],
-            data_gloo=_gloo_twin(found[data], is_expert) if use_gloo else None,
-            model_rank=get_pg_rank(found[model]),
+            data=groups[data],
+            data_gloo=_gloo_twin(groups[data], is_expert) if use_gloo else None,
+            model_rank=get_pg_rank(groups[model]),
             copy=get_pg_rank(rows[is_expert]),
             grid=grid,
             **shared,

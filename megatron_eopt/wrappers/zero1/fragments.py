@@ -89,7 +89,7 @@ def fragment_of(
         else _NOTHING
         for tensor, rows, data in coordinates
     ]
-    mine = fragments[grid.ranks.rank]
+    fragment = fragments[grid.ranks.rank]
     start, stop = place.held_by(grid.data_ranks[grid.ranks.rank])
     return ParamShard(
         place.name,
@@ -99,7 +99,7 @@ def fragment_of(
         grid.ranks,
         (stop - start,),
         slab,
-        padding=(stop - start) - (mine.stop - mine.start),
+        padding=(stop - start) - (fragment.stop - fragment.start),
     )
 
 

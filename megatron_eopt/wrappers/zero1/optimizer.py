@@ -87,15 +87,17 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
 
     def mains(self) -> dict[Tensor, Tensor | None]:
         """Return this rank's fragment of each parameter; None where it has none."""
-        found: dict[Tensor, Tensor | None] = {p: None for its in self.params_of_groups for p in its}
+        mains: dict[Tensor, Tensor | None] = {
+            p: None for params in self.params_of_groups for p in params
+        }
         if not self.is_stub_optimizer:
             groups = zip(
                 (*self.model_fp32_groups, *self.model_float16_groups),
                 (*self.shard_fp32_groups, *self.shard_fp32_from_float16_groups),
                 strict=True,
             )
-            found |= {param: main for pair in groups for param, main in zip(*pair, strict=True)}
-        return found
+            mains |= {param: main for pair in groups for param, main in zip(*pair, strict=True)}
+        return mains
 
     def take_up(self, shards: Iterable[ParamShard]) -> list[ParamShard]:
         """Set the fragments that are stepped, and where they begin."""
