@@ -12,6 +12,12 @@ from megatron_eopt.optimizers import host_memory
 from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings, on_device
 
 
+def waves(arriving, run, batches=()):
+    """Stand in for a redistribution, whose ``run`` gets what loads, computes and stores."""
+    plan = SimpleNamespace(waves=[SimpleNamespace(batches=batches)])
+    return SimpleNamespace(arriving=arriving, plan=plan, run=run)
+
+
 def test_a_chunk_has_as_many_tensors_as_fit():
     tensors = [torch.zeros(size) for size in (100, 3, 30, 30, 60, 10)]
     stays, *moved = tensors
@@ -126,11 +132,10 @@ def test_a_prefetch_is_made_once_and_not_kept_from_a_step_that_failed():
     memory.step_in_chunks([weight], step, state)
     memory.announce([weight], state)
     state[weight]["momentum"].fill_(6)
-    with memory.moving(lambda *_: step([]), None, lambda names: [weight], lambda _: (), state) as (
-        load,
-        _,
-    ):
-        load(0, ["weight"])
+    one = waves(lambda _: (), lambda load, *_: load(0, ["weight"]))
+    memory.run_waves(
+        one, lambda *_: step([]), None, None, lambda names: [weight], lambda _: [], state
+    )
     assert seen == [20, 24]
 
 
@@ -187,20 +192,57 @@ def test_waves_fetch_what_they_need_and_what_comes_next():
         calls.append(([*results], is_home()))
 
     arriving = [["a"], ["b"], []].__getitem__
-    with memory.moving(
-        load, store, lambda names: [named[name] for name in names], arriving, state
-    ) as (fetch, write):
+
+    def run(fetch, _, write):
         assert fetch(0, ["a"]) == {"a": weight}
         write({"a": weight})
         assert is_home() == [True, True]
         fetch(1, ["b"])
         write({"b": later})
+
+    two = waves(arriving, run)
+    memory.run_waves(
+        two, load, None, store, lambda names: [named[n] for n in names], lambda _: [], state
+    )
     assert calls == [
         (0, ["a"], [False, True], [later]),
         (["a"], [False, True]),
         (1, ["b"], [True, False], []),
         (["b"], [True, False]),
     ]
+
+
+def test_the_state_of_matrices_is_there_while_they_are_computed_and_that_of_the_next_comes():
+    owned = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    state = {param: {"moment": torch.zeros(4)} for param in owned}
+    memory, calls = HostMemory(owned), []
+    homes = [state[param]["moment"].data_ptr() for param in owned]
+
+    def is_home():
+        return [state[p]["moment"].data_ptr() == h for p, h in zip(owned, homes, strict=True)]
+
+    def compute(batch):
+        calls.append((is_home(), [*memory._coming]))
+        state[owned[batch.matrices[0]]]["moment"] += 1
+
+    batches = [SimpleNamespace(matrices=(n,)) for n in range(2)]
+
+    def run(_, fetch_and_compute, __):
+        for batch in batches:
+            fetch_and_compute(batch)
+
+    memory.run_waves(
+        waves(lambda _: (), run, batches),
+        None,
+        compute,
+        None,
+        lambda names: [],
+        lambda matrices: [owned[n] for n in matrices],
+        state,
+    )
+    assert calls == [([False, True], [owned[1]]), ([True, False], [])]
+    assert is_home() == [True, True]
+    assert [state[param]["moment"].sum() for param in owned] == [4, 4]
 
 
 def test_other_tensors_can_take_the_place_of_those_that_are_kept():
