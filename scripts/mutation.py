@@ -32,7 +32,6 @@ TESTS = {
     "layouts/boxes": "layouts/test_boxes.py",
     "checkpoint/continuation": "checkpoint/test_continuation.py",
     "checkpoint/catalogue": "checkpoint/test_catalogue.py",
-    "checkpoint/guard/files": "checkpoint/test_fingerprints.py",
     "optimizers/host_memory": "optimizers/test_host_memory.py",
     "routing/routes": "routing/test_routes.py",
     "routing/groups": "routing/test_routes.py routing/test_grouping_properties.py",

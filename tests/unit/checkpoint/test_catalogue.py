@@ -92,9 +92,11 @@ def test_torchs_own_format(tmp_path, form, groups):
         {
             "model": {"w": torch.ones(2, 3)},
             "state": torch.ones(1),
-            "optimizer": {
-                "state": {"w": {"exp_avg": torch.ones(2, 3, dtype=torch.bfloat16), "step": 3}},
-                **({BY_PARAMETER: settings} if groups else {}),
+            "chain": {
+                "optimizer": {
+                    "state": {"w": {"exp_avg": torch.ones(2, 3, dtype=torch.bfloat16), "step": 3}},
+                    **({BY_PARAMETER: settings} if groups else {}),
+                }
             },
             "iteration": 7,
             **({"args": args} if form else {}),

@@ -97,6 +97,9 @@ BUFFER = {"momentum_buffer"}
         (Reader("muon", 0.5), saved(BUFFER, "mop", momentum=0.75), 1.0),
         (Reader("muon", 0.5), saved(BUFFER, "sgd"), None),  # no momentum to convert with
         (Reader("sgd"), saved(BUFFER, "muon", momentum=0.75), None),
+        # an optimizer that does not say what its state means
+        (Reader("own", 0.5), saved(BUFFER, "sgd", momentum=0.75), None),
+        (Reader("own", 0.5), saved(BUFFER, "muon", momentum=0.75), None),
         (Reader("muon", 0.5), saved(BUFFER, "muon", "mop"), 1.0),  # either means the same
         (Reader("muon", 0.5), saved(BUFFER, "muon", "sgd", momentum=0.75), None),
     ],
@@ -112,6 +115,7 @@ def test_what_a_saved_momentum_is_multiplied_by(reader, its, factor):
         (Reader("sgd"), saved(MOMENTS, "adam"), 1.0),  # a momentum of 0 sums one gradient
         (Reader("muon", 0.9), saved(MOMENTS, "laprop"), None),  # not a mean of gradients
         (Reader("muon", 0.9), saved({"exp_avg_sq"}, "adam"), None),
+        (Reader("own", 0.9), saved(MOMENTS, "adam"), None),
     ],
 )
 def test_momentum_starts_as_a_mean_of_gradients_only(reader, its, factor):

@@ -307,6 +307,9 @@ def test_each_direction_waits_on_its_own_stream(monkeypatch):
         memory.fetch([weight], state)
         memory.write_back([weight], state)
         memory.wait_for_write_back()
+        # nothing comes or goes
+        memory.fetch([], state)
+        memory.write_back([], state)
     assert log == [
         *("inward", "empty"),
         *("step waits for inward", "used by step"),

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -186,10 +187,11 @@ def test_a_key_in_words(key, text):
         ({"start_wd": 0.1, "end_wd": 0.1}, True, None),
         ({"wd_mult": np.float32(0.5)}, False, {"wd_mult": 0.5}),
         ({"own": -1.5}, False, None),
+        ({"own": np.int64(3)}, False, {"own": 3}),
     ],
 )
 def test_what_is_read_from_an_override(given, own_loop, read):
-    found = read_overrides({FIRST: given}, own_loop=own_loop)
+    found = read_overrides({FIRST: given}, **({"own_loop": True} if own_loop else {}))
     assert found == {FIRST: given if read is None else read}
     assert not any(isinstance(value, np.generic) for value in found[FIRST].values())
 
@@ -250,6 +252,7 @@ def test_keys_that_match_nothing_here():
         ParamKey(name="module.first.*"),
         ParamKey(attr="allreduce"),
         ParamKey(attr="nothing"),
+        ParamKey(predicate=ParamPredicate("all", lambda param: True)),
     ]
     found = unmatched(parameters_of(Toy()), {key: {} for key in keys})
     # `allreduce` is False; names may have what wrappers add
@@ -481,14 +484,46 @@ def test_groups_of_another_function_become_overrides(monkeypatch):
         assert overrides is given
         usual = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "min_lr": 0.01}
         own = {"is_expert_parallel": True, "default_config": False, "max_lr": 0.1}
-        return [{"params": weights[:1], **usual, **own, "own": 3}, {"params": [], **usual, **own}]
+        differing = {**own, "own": 3, "wd_mult": 0.5}
+        return [{"params": weights[:1], **usual, **differing}, {"params": [], **usual, **own}]
 
-    for function, expected in ((grouping, [{"own": 3}]), (None, None)):
+    for function, expected in ((grouping, [{"own": 3, "wd_mult": 0.5}]), (None, None)):
         monkeypatch.setattr(rules, "find_upstream", lambda _, its=function: its)
         found = rules.with_callers_grouping(settings, [], given)
         assert [*found.values()] == expected if expected else found is given
     monkeypatch.undo()
     assert rules.with_callers_grouping(settings, [], given) is given
+
+
+def test_a_third_party_optimizer_has_its_own_overrides(monkeypatch):
+    registry.entries()
+    monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
+    own = {ParamKey(name="*.bias"): {"wd_mult": 0.5}}
+    for name, overrides in (("plain", {}), ("own", own)):
+        register_optimizer(
+            name,
+            torch.optim.SGD,
+            state_layout="element_wise",
+            default_param_overrides=overrides,
+            prefixes=("muon",),
+        )
+    model = torch.nn.ModuleDict({"toy": Toy(), "router": Gate()})
+    fields = {"lr": 0.1, "muon_orthogonalize_router": False}
+    plain = routes_of(EmergingOptimizerConfig(optimizer="plain", **fields), model=model)
+    # the setting is about optimizers that leave some parameters to another one
+    assert plain["router.weight"].optimizer == "plain"
+    routes = routes_of(EmergingOptimizerConfig(optimizer="own", **fields), model=model)
+    assert routes["router.weight"].optimizer == "adam"
+    assert routes["toy.first.bias"].values == {"wd_mult": 0.5}
+    assert routes["toy.first.weight"].values == {}
+
+
+@pytest.mark.parametrize("recommended", [False, True])
+@pytest.mark.parametrize("of_dtensors", [False, True])
+def test_modules_tell_what_is_no_layers_weight_in_own_loops(recommended, of_dtensors):
+    settings = replace(resolve(muon()), recommended=recommended, of_dtensors=of_dtensors)
+    (route,) = rules.route_all(parameters_of(Layers(latents=marked((4, 4)))), {}, settings)
+    assert route.optimizer == ("adam" if recommended or of_dtensors else "muon")
 
 
 def test_use_muon_can_be_ignored():
