@@ -99,7 +99,7 @@ def main() -> None:
     lists = parser.parse_args().list
     rows = []
     for number, arm in enumerate(ARMS):
-        of_rank_0 = run_ranks(4, build_and_step, number, cpu=True)[0]
+        of_rank_0 = run_ranks(4, build_and_step, number, cpu=True, timeout=600)[0]
         for what, calls in zip(("build", f"step {STEPS}"), of_rank_0, strict=True):
             files = {file for file, *_ in calls}
             depths, counts = zip(*calls.values(), strict=True)
