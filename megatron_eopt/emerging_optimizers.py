@@ -13,7 +13,7 @@ from megatron_eopt.config.arguments import (
     entry_kwargs,
     qkv_split_shapes,
 )
-from megatron_eopt.config.checks import check_arguments
+from megatron_eopt.config.checks import check_arguments, check_iteration
 from megatron_eopt.config.fields import kwargs_from_config, set_arguments
 from megatron_eopt.config.registry import EmergingOptimizerEntry, register_optimizer
 from megatron_eopt.math import coefficient_names
@@ -75,8 +75,10 @@ def _create_emerging_optimizer(
     kwargs = entry_kwargs(eopt_name, config, model_chunks, pg_collection)
     found = set_arguments(entry.optimizer_cls, registry.prefixes_of(eopt_name), config)
     # nobody has resolved this configuration, and checked its values
-    check_arguments(eopt_name, kwargs, {argument: field for argument, (field, _) in found.items()})
-    return constructed(eopt_name, config, param_groups, kwargs), entry.init_state_fn
+    fields = {argument: field for argument, (field, _) in found.items()}
+    check_arguments(eopt_name, kwargs, fields)
+    check_iteration(eopt_name, kwargs, fields)
+    return constructed(eopt_name, config, kwargs, param_groups), entry.init_state_fn
 
 
 def _default_adam_based_eopt_config_to_kwargs(

@@ -1,12 +1,13 @@
 """Builds every optimizer's constructor arguments from the configuration (see ``fields``)."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from megatron_eopt.base.errors import ConfigurationError, naming
+from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.config.checks import check_arguments, check_iteration
 from megatron_eopt.config.config import complete
 from megatron_eopt.config.fields import constructor_parameters, set_arguments
@@ -18,15 +19,21 @@ RATE_TO_COME = 1.0
 
 
 def arguments_of(
-    name: str, settings: RunSettings, model_chunks: Sequence[Any], pg_collection: Any
-) -> dict[str, Any]:
-    """Return the constructor arguments of the optimizer ``name`` for a run's settings."""
-    kwargs = entry_kwargs(name, settings.config, model_chunks, pg_collection)
-    return kwargs | ({"lr": RATE_TO_COME} if kwargs.get("lr", 0.0) is None else {})
+    optimizers: Iterable[str],
+    settings: RunSettings,
+    model_chunks: Sequence[Any],
+    pg_collection: Any,
+) -> dict[str, dict[str, Any]]:
+    """Return the constructor arguments of optimizers other than Adam and SGD, by their names."""
+    found = {}
+    for name in sorted(set(optimizers) - set(STANDARD_OPTIMIZERS)):
+        kwargs = entry_kwargs(name, settings.config, model_chunks, pg_collection)
+        found[name] = kwargs | ({"lr": RATE_TO_COME} if kwargs.get("lr", 0.0) is None else {})
+    return found
 
 
 def constructed(
-    name: str, config: Any, groups: Sequence[Any], kwargs: dict[str, Any], **own: Any
+    name: str, config: Any, kwargs: dict[str, Any], groups: Sequence[Any], **own: Any
 ) -> torch.optim.Optimizer:
     """Construct the optimizer ``name`` over groups; errors name the configuration's fields.
 
@@ -51,8 +58,9 @@ def constructed(
     fields = {argument: field for argument, (field, _) in found.items() if argument not in own}
     # the values of fields were checked when the configuration was resolved
     others = {n: v for n, v in given.items() if n not in found or repr(found[n][1]) != repr(v)}
-    check_arguments(name, others, fields)
-    check_iteration(name, given, fields)
+    if others:
+        check_arguments(name, others, fields)
+        check_iteration(name, given, fields)
     with naming(fields):
         optimizer: torch.optim.Optimizer = cls(groups, **given)
     return optimizer
@@ -102,7 +110,6 @@ def muon_family_kwargs(
     """Return the arguments of ``TensorParallelMuon``, or of a class with the same arguments."""
     config = complete(config)
     kwargs = emerging_kwargs(optimizer_cls, prefixes, config, pg_collection)
-    kwargs["is_qkv_fn"] = lambda param: bool(getattr(param, "is_qkv", False))
     model_config = getattr(model_chunks[0], "config", None)
     sizes = ("num_attention_heads", "num_query_groups", "kv_channels")
     has_attention = all(getattr(model_config, size, None) for size in sizes)

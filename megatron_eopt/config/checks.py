@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from megatron_eopt.base import gpu, kernels
 from megatron_eopt.base.agreement import gather_objects, is_rank_0
+from megatron_eopt.base.bounds import BOUNDS
 from megatron_eopt.base.errors import (
     ConfigurationError,
     check_cautious,
@@ -15,15 +16,12 @@ from megatron_eopt.base.errors import (
     check_number,
     naming,
 )
-from megatron_eopt.base.names import (
-    CAUTIOUS_DECAY,
-    SMALLEST_MATRIX_BUFFER_MB,
-    STANDARD_OPTIMIZERS,
-    TpModeT,
-)
+from megatron_eopt.base.names import CAUTIOUS_DECAY, STANDARD_OPTIMIZERS, TpModeT
+from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.fields import (
     constructor_parameters,
     consumed_fields,
+    field_types,
     set_arguments,
     type_of,
     unconsumed,
@@ -33,52 +31,16 @@ from megatron_eopt.config.values import read_value
 from megatron_eopt.math import (
     AlgorithmT,
     PrecisionT,
-    backend_names,
     get_backend,
     resolve_coefficients,
     sound_precision,
 )
 from megatron_eopt.math.backends import PACKAGES, automatic
-from megatron_eopt.math.coefficients import check_steps
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES
 from megatron_eopt.math.moments import Moment2MethodT
 from megatron_eopt.math.orthogonalize import SCALE_MODES
 
 logger = logging.getLogger(__name__)
-
-_NOT_NEGATIVE = (
-    *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "muon_lr", "muon_min_lr"),
-    *("weight_decay", "clip_grad", "grad_norm_skip_threshold", "loss_scale"),
-)
-_DECAY = {"at_least": 0.0, "below": 1.0}
-_BOUNDS: dict[str, dict[str, float]] = {
-    **{name: {"at_least": 0.0} for name in _NOT_NEGATIVE},
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"), _DECAY),
-    "sgd_momentum": _DECAY,
-    "adam_eps": {"above": 0.0},
-    "optimizer_offload_fraction": {"at_least": 0.0, "at_most": 1.0},
-    "matrix_buffer_mb": {"at_least": SMALLEST_MATRIX_BUFFER_MB},
-    "muon_max_ranks_per_matrix": {"at_least": 1.0},
-    "muon_check_fraction": {"at_least": 0.0, "at_most": 1.0},
-}
-"""Bounds of numeric fields; a field with an optimizer's prefix is checked if that one is used."""
-
-_NOT_NEGATIVE_ARGUMENTS = (
-    *("lr", "weight_decay", "max_update_rms", "power_iter_steps"),
-    *("precond_lr", "min_precond_lr", "damping_noise_scale"),
-)
-_DECAY_ARGUMENTS = ("betas", "beta2", "beta_lip", "momentum", "shampoo_beta")
-_POSITIVE_ARGUMENTS = (
-    *("eps", "hyperball_eps", "hyperball_radius", "spectral_radius", "extra_scale_factor"),
-    *("doubly_stochastic_tolerance", "num_iters", "precond_init_scale", "warmup_steps"),
-)
-_BOUNDS_OF_ARGUMENTS: dict[str, dict[str, float]] = {
-    **{name: {"at_least": 0.0} for name in _NOT_NEGATIVE_ARGUMENTS},
-    **dict.fromkeys(_DECAY_ARGUMENTS, _DECAY),
-    **{name: {"above": 0.0} for name in _POSITIVE_ARGUMENTS},
-    "dim": {"at_least": -2.0, "at_most": 1.0},
-}
-"""Bounds of numeric constructor arguments of emerging-optimizers' classes and of ours."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "muon_tp_mode": get_args(TpModeT),
@@ -146,6 +108,13 @@ _OF_ITERATION = {
 }
 """Arguments of classes with a Newton-Schulz iteration, by their names in our own."""
 
+_OF_ORTHOGONALIZATION = {
+    "coefficients": "muon_coefficient_type",
+    "steps": "muon_num_ns_steps",
+    "backend": "muon_backend",
+}
+"""Fields of Muon, by the names that errors of its orthogonalization have."""
+
 _OF_THE_MAIN_MUON = {
     "muon_skip_grad_clip": False,
     "muon_momentum_dtype": "fp32",
@@ -159,7 +128,7 @@ _OF_ANY_MUON = {"muon_lr": None, "muon_min_lr": None, "muon_check_fraction": 0.0
 def check_values(config: Any, optimizers: Collection[str]) -> None:
     """Raise an error if a field that applies to these optimizers has an unsupported value."""
     prefixes = {prefix for name in optimizers for prefix in prefixes_of(name)}
-    for name in (*_BOUNDS, *CHOICES):
+    for name in field_types(EmergingOptimizerConfig):
         # the value of a setting that no optimizer reads may be anything
         owners = {prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")}
         in_use = not owners or not owners.isdisjoint(prefixes)
@@ -169,22 +138,19 @@ def check_values(config: Any, optimizers: Collection[str]) -> None:
         if name in CHOICES:
             check_choice(name, value, CHOICES[name])
         # infinity is the default, which turns it off; other numbers must be finite
-        elif name != "grad_norm_skip_threshold" or value != math.inf:
-            check_number(name, value, **_BOUNDS[name])
+        elif name in BOUNDS and (name != "grad_norm_skip_threshold" or value != math.inf):
+            check_number(name, value, **BOUNDS[name])
     if config.fp16 and config.bf16:
         rule = "cannot be combined with bf16=True"
         raise ConfigurationError("fp16", True, rule, "Turn one of them off")
-    refuse_cautious_decay(config, optimizers)
+    if config.cautious_weight_decay:
+        _refuse_cautious_decay(config, optimizers)
     if "muon" in prefixes:
-        steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
-        check_steps("muon_num_ns_steps", steps)
-        resolve_coefficients(coefficients, steps, "muon_coefficient_type")
-        backend = config.muon_backend
-        check_choice("muon_backend", backend, backend_names())
-        # what "auto" means is decided later, by all ranks together
-        if backend != "auto":
-            with naming({"backend": "muon_backend"}):
-                get_backend(backend)
+        with naming(_OF_ORTHOGONALIZATION):
+            resolve_coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
+            # what "auto" means is decided later, by all ranks together
+            if config.muon_backend != "auto":
+                get_backend(config.muon_backend)
     for optimizer in set(optimizers) - set(STANDARD_OPTIMIZERS):
         cls = entry_of(optimizer).optimizer_cls
         found = set_arguments(cls, prefixes_of(optimizer), config)
@@ -194,10 +160,8 @@ def check_values(config: Any, optimizers: Collection[str]) -> None:
         check_iteration(optimizer, arguments, fields)
 
 
-def refuse_cautious_decay(config: Any, optimizers: Iterable[str]) -> None:
+def _refuse_cautious_decay(config: Any, optimizers: Iterable[str]) -> None:
     """Raise a ConfigurationError if an optimizer in use has no cautious weight decay."""
-    if not config.cautious_weight_decay:
-        return
     check_cautious(CAUTIOUS_DECAY, decoupled=config.decoupled_weight_decay)
     for name in optimizers:
         is_standard = name in STANDARD_OPTIMIZERS
@@ -224,9 +188,7 @@ def check_arguments(
         kind = type_of(parameters[name].annotation)
         # a rate may be set before the first step
         if is_known and not (name == "lr" and value is None):
-            _check_argument(
-                field, read_value(field, value, kind), _BOUNDS_OF_ARGUMENTS.get(name, {})
-            )
+            _check_argument(field, read_value(field, value, kind), BOUNDS.get(name, {}))
         elif kind.choices and value is not None:
             check_choice(field, value, kind.choices)
 

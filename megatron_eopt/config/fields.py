@@ -116,12 +116,6 @@ def set_arguments(
     return found
 
 
-def first_field(config: object, name: str, prefixes: Sequence[str]) -> Any:
-    """Return the first of the fields ``<prefix>_<name>`` that is set, else None."""
-    values = (getattr(config, f"{prefix}_{name}", None) for prefix in prefixes)
-    return next((value for value in values if value is not None), None)
-
-
 def unconsumed(config: object, prefixes: Sequence[str], consumed: Iterable[str]) -> list[str]:
     """Return the fields with these prefixes that differ from their defaults and are unused."""
     consumed, in_use = set(consumed), tuple(f"{prefix}_" for prefix in prefixes)

@@ -272,6 +272,11 @@ def state_layout_of(name: str) -> StateLayoutT:
     return "element_wise" if entry.state_layout == "element_wise" else "matrix_state"
 
 
+def steps_matrices(name: str) -> bool:
+    """Whether the optimizer ``name`` updates matrices, not single elements."""
+    return state_layout_of(name) != "element_wise"
+
+
 def is_muon(name: str) -> bool:
     """Whether the optimizer ``name`` is ``TensorParallelMuon`` or a subclass."""
     return name not in STANDARD_OPTIMIZERS and hasattr(

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
@@ -10,7 +11,6 @@ from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import warn_of_untested_releases
 from megatron_eopt.config import checks, registry
 from megatron_eopt.config.config import EmergingOptimizerConfig, complete
-from megatron_eopt.config.fields import first_field
 from megatron_eopt.config.values import read_config
 from megatron_eopt.matrices import SplitT
 
@@ -42,9 +42,12 @@ class RunSettings:
     offload_fraction: float  # share of main weights and state kept in host memory
     prefixes: tuple[str, ...] = ("muon",)  # prefixes of the configuration fields in use
 
-    def first_field(self, name: str) -> Any:
+    def first_field(self, name: str, prefixes: Sequence[str] | None = None) -> Any:
         """Return the first of the fields ``<prefix>_<name>`` that is set; None if none is."""
-        return first_field(self.config, name, self.prefixes)
+        for prefix in self.prefixes if prefixes is None else prefixes:
+            if (value := getattr(self.config, f"{prefix}_{name}", None)) is not None:
+                return value
+        return None
 
     def having(self, **fields: Any) -> Self:
         """Return these settings with other values of fields of the configuration."""
@@ -95,7 +98,7 @@ class Settings(RunSettings):
         if optimizer in STANDARD_OPTIMIZERS:
             return {}
         prefixes = registry.prefixes_of(optimizer)
-        rates = {f: first_field(self.config, r, prefixes) for f, r in _OWN_RATES.items()}
+        rates = {f: self.first_field(r, prefixes) for f, r in _OWN_RATES.items()}
         return {name: rate for name, rate in rates.items() if rate is not None}
 
     @property

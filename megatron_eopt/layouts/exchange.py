@@ -7,14 +7,14 @@ replica receives the update, and no collective is called if nothing has to trave
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_eopt.layouts.boxes import OFFSET, STRIDE, TENSOR, Boxes, Mask, matching
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """A strided copy, with the same sizes on both sides."""
 
     source: int  # index of the flat tensor that is read
@@ -122,25 +122,28 @@ def _repeat_blocks(blocks: list[list[int]], places: list[list[int]]) -> list[Cop
 
     A block is ``[source, sink, height, width, read stride, write stride]``, a place its offsets.
     """
-    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(places)]
-    # distances must not be negative, because `as_strided` takes no such strides
-    again = [
-        min(step) >= 0 and a == b for step, (a, b) in zip(steps, pairwise(blocks), strict=True)
+    # the distance to the next block if that is its repetition; no distance is negative, because
+    # `as_strided` takes no such strides
+    steps = [
+        step if a == b and min(step := (q[0] - p[0], q[1] - p[1])) >= 0 else None
+        for (a, b), (p, q) in zip(pairwise(blocks), pairwise(places), strict=True)
     ]
     copies = []
     first = 0
     while first < len(blocks):
         last = first
-        while last < len(steps) and again[last] and steps[last] == steps[first]:
+        while last < len(steps) and steps[last] and steps[last] == steps[first]:
             last += 1
         source, sink, height, width, read_stride, write_stride = blocks[first]
-        dims = [(width, 1, 1)]
-        if height > 1:
-            dims.insert(0, (height, read_stride, write_stride))
-        if last > first:
-            dims.insert(0, (last - first + 1, *steps[first]))
-        size, read, write = zip(*dims, strict=True)
         read_at, write_at = places[first]
-        copies.append(Copy(source, sink, size, (*read, read_at), (*write, write_at)))
+        size: tuple[int, ...] = (width,)
+        read: tuple[int, ...] = (1, read_at)
+        write: tuple[int, ...] = (1, write_at)
+        if height > 1:
+            size, read, write = (height, *size), (read_stride, *read), (write_stride, *write)
+        if last > first:
+            read_by, write_by = places[first + 1][0] - read_at, places[first + 1][1] - write_at
+            size, read, write = (last - first + 1, *size), (read_by, *read), (write_by, *write)
+        copies.append(Copy(source, sink, size, read, write))
         first = last + 1
     return copies

@@ -224,6 +224,7 @@ def places_of(plan: ExchangePlan) -> dict[str, tuple[int, int, int]]:
     for number, wave in enumerate(plan.waves):
         inward, outward = wave.inward, wave.outward
         moved = {copy.source for copy in inward.pack} | {copy.sink for copy in outward.unpack}
+        fresh = set(plan.loads[number])
         ways: dict[int, list[Copy]] = defaultdict(list)
         for copy in inward.keep:
             ways[copy.source].append(copy)
@@ -236,6 +237,6 @@ def places_of(plan: ExchangePlan) -> dict[str, tuple[int, int, int]]:
             there = Copy(index, 0, (size,), (1, 0), (1, start))
             again = Copy(0, index, (size,), (1, start), (1, 0))
             # not one that an earlier wave has loaded, whose memory is elsewhere by now
-            if name in plan.loads[number] and index not in moved and ways[index] == [there, again]:
+            if name in fresh and index not in moved and ways[index] == [there, again]:
                 found[name] = (number, start, size)
     return found

@@ -69,19 +69,11 @@ def own_triples(coefficients: object) -> tuple[Triple, ...] | None:
     return tuple((a, b, c) for a, b, c in rows.reshape(-1, 3).astype(float).tolist())
 
 
-def check_steps(argument: str, steps: object) -> None:
-    """Raise unless ``steps`` is a valid number of iterations; messages call it ``argument``."""
-    check_integer(argument, steps, at_most=_MOST_STEPS)
-
-
-def resolve_coefficients(
-    coefficients: CoefficientsLike, steps: int, argument: str = "coefficients"
-) -> tuple[Triple, ...]:
+def resolve_coefficients(coefficients: CoefficientsLike, steps: int) -> tuple[Triple, ...]:
     """Expand a coefficient set to exactly one triple per step.
 
     A set with too few triples repeats its last one (polar_express, cans, deepseekv4) or starts
     again (all others, and your own), as in emerging-optimizers. One with too many is cut.
-    ``argument`` is the set's name in error messages.
 
     Raises:
         ConfigurationError: If the name is unknown, ``steps`` is not within 1 to 1000, or your own
@@ -89,26 +81,26 @@ def resolve_coefficients(
         ConfigurationTypeError: If ``steps`` is not an integer, or ``coefficients`` are neither a
             name nor triples of numbers.
     """
-    check_steps("steps", steps)
+    check_integer("steps", steps, at_most=_MOST_STEPS)
     if isinstance(coefficients, str):
-        check_choice(argument, coefficients, coefficient_names())
+        check_choice("coefficients", coefficients, coefficient_names())
         mode = "repeat_last" if coefficients in _REPEAT_LAST else "cycle"
         return _schedule(table(coefficients), steps, mode)
     triples = own_triples(coefficients)
     if triples is None:
-        raise ConfigurationTypeError(argument, coefficients, f"must be {KINDS[0]}", KINDS[1])
+        raise ConfigurationTypeError("coefficients", coefficients, f"must be {KINDS[0]}", KINDS[1])
     schedule = _schedule(triples, steps, "cycle")
     worst = largest(schedule, _FLOAT32_ROUNDING)
     # written so that nan is an error, too
     if not worst <= DIVERGED:
         rule = f"turns a singular value in (0, 1] into {worst:.3g} in {steps} steps: it diverges"
         hint = "Use fewer steps or other coefficients"
-        raise ConfigurationError(argument, triples, rule, hint)
+        raise ConfigurationError("coefficients", triples, rule, hint)
     small = response(schedule, _SMALL)
     if not small > 0:
         rule = f"turns a singular value of {_SMALL:g} into {small:.3g} in {steps} steps"
         hint = "Use coefficients that keep small singular values above 0, as a > 0 does"
-        raise ConfigurationError(argument, triples, rule, hint)
+        raise ConfigurationError("coefficients", triples, rule, hint)
     return schedule
 
 

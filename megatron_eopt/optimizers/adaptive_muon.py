@@ -9,7 +9,8 @@ from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.base.errors import ConfigurationError, check_choice, check_number
+from megatron_eopt.base.bounds import check_bounds
+from megatron_eopt.base.errors import ConfigurationError, check_choice
 from megatron_eopt.base.names import TpModeT
 from megatron_eopt.math.coefficients import CoefficientsLike
 from megatron_eopt.math.moments import MOMENT2_METHODS, Moment2MethodT
@@ -79,8 +80,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         **options: Any,
     ) -> None:
         check_choice("moment2_method", moment2_method, MOMENT2_METHODS)
-        check_number("beta2", beta2, at_least=0, below=1)
-        check_number("eps", eps, above=0)
+        check_bounds(beta2=beta2, eps=eps)
         if bias_correction:
             self._refuse_own_way("bias_correction", bias_correction)
         # attributes of emerging-optimizers' AdaptiveMuon, whose constructor is not called

@@ -16,9 +16,10 @@ auto           distributed for the most expensive          as these modes
 """
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Literal, cast
 
 import numpy as np
@@ -93,9 +94,9 @@ class Schedule:
     def loads(self) -> list[float]:
         """Estimated FLOPs of each rank of the group."""
         loads = np.zeros(self.ranks.size)
-        for placement in self.placements:
+        for placement, count in Counter(self.placements).items():
             for rank in np.unique(placement.compute.boxes.rank):
-                loads[rank] += placement.load_of(rank, self.ranks.size)
+                loads[rank] += count * placement.load_of(rank, self.ranks.size)
         return loads.tolist()  # type: ignore[no-any-return]
 
     def arrivals(self, places: Sequence[int]) -> list[float]:
@@ -154,6 +155,7 @@ def place_matrices(
             busy=busy,
         )
     placements, computing = [], []
+    placed = cache(ComputePlacement)  # one for all matrices that are computed alike
     for i, m in enumerate(modes):
         group: MatrixGroup = teams.get(i, ())
         match m:
@@ -169,7 +171,7 @@ def place_matrices(
             case "distributed":
                 # a team of all ranks, each of which computes every small product
                 group, compute = range(world_size), _slabs(storage[i], world_size)
-        placements.append(ComputePlacement(m, compute, group if len(group) > 1 else ()))
+        placements.append(placed(m, compute, group if len(group) > 1 else ()))
         computing.append(group or (int(owners[i]),))
     return tuple(placements), _waves(
         placements, computing, costs, wave_bytes // element_size, world_size

@@ -13,19 +13,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.base.agreement import raise_together_in
+from megatron_eopt.base.bounds import check_bounds
 from megatron_eopt.base.errors import (
     ConfigurationError,
     check_cautious,
     check_choice,
-    check_number,
     naming,
 )
-from megatron_eopt.base.names import (
-    CAUTIOUS_DECAY,
-    DEFAULT_MATRIX_BUFFER_MB,
-    SMALLEST_MATRIX_BUFFER_MB,
-    TpModeT,
-)
+from megatron_eopt.base.names import CAUTIOUS_DECAY, DEFAULT_MATRIX_BUFFER_MB, TpModeT
 from megatron_eopt.math.algorithm import AlgorithmT
 from megatron_eopt.math.coefficients import CoefficientsLike
 from megatron_eopt.math.low_precision import MOMENTUM_DTYPES, MomentumDtypeT
@@ -154,12 +149,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         matrix_buffer_mb: float = DEFAULT_MATRIX_BUFFER_MB,
         momentum_dtype: MomentumDtypeT = "fp32",
     ) -> None:
-        check_number("lr", lr, at_least=0)
-        check_number("momentum", momentum, at_least=0, below=1)
-        check_number("weight_decay", weight_decay, at_least=0)
-        check_number("extra_scale_factor", extra_scale_factor, above=0)
+        check_bounds(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        check_bounds(extra_scale_factor=extra_scale_factor, matrix_buffer_mb=matrix_buffer_mb)
         check_choice("tp_mode", tp_mode, get_args(TpModeT))
-        check_number("matrix_buffer_mb", matrix_buffer_mb, at_least=SMALLEST_MATRIX_BUFFER_MB)
         check_choice("momentum_dtype", momentum_dtype, MOMENTUM_DTYPES)
         method = weight_decay_method or ("decoupled" if use_decoupled_weight_decay else "l2")
         check_choice("weight_decay_method", method, WEIGHT_DECAY_METHODS)

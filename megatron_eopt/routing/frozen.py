@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import nn
 
-from megatron_eopt.routing.plain_names import joined, renamed_paths
+from megatron_eopt.routing.plain_names import joined, paths_of
 
 logger = logging.getLogger(__name__)
 
@@ -25,16 +25,20 @@ class Frozen:
         chunks = [chunk for chunk in model_chunks if isinstance(chunk, nn.Module)]
         # by module and name, because FSDP replaces parameters by other objects
         self._updated: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-        self.params = []  # those that were frozen, with names and modules
+        # those that were frozen, with names and modules
+        self.params: list[tuple[str, ref[nn.Module], str, ref[nn.Parameter]]] = []
         for modules in (dict(chunk.named_modules()) for chunk in chunks):
-            plain = renamed_paths(modules)
+            frozen = []
             for path, module in modules.items():
-                for leaf, param in module._parameters.items():
-                    if param is not None and param.requires_grad:
-                        self._updated.setdefault(module, set()).add(leaf)
-                    elif param is not None:
-                        item = (joined(plain[path], leaf), ref(module), leaf, ref(param))
-                        self.params.append(item)
+                held = [(leaf, p) for leaf, p in module._parameters.items() if p is not None]
+                if trained := {leaf for leaf, param in held if param.requires_grad}:
+                    self._updated[module] = trained
+                frozen += [(path, module, *item) for item in held if item[0] not in trained]
+            paths = paths_of(modules) if frozen else {}
+            self.params += [
+                (joined(paths[path].plain, leaf), ref(module), leaf, ref(param))
+                for path, module, leaf, param in frozen
+            ]
         Frozen._of_optimizers.add(self)
 
     def warn(self) -> None:

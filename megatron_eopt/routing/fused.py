@@ -58,14 +58,15 @@ def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight
         head_dim = owner.config.kv_channels
         rows = head_dim * owner.config.num_attention_heads
         return FusedWeight("per_head", rows, partial(per_head, head_dim=head_dim), {})
-    if isinstance(owner, (MultiLatentAttention, find_upstream("AbsorbedMLASelfAttention") or ())):
-        return _latent_attention(owner.config, child)
     if isinstance(owner, MLP | TEGroupedMLP) and child == "linear_fc1":
         return _gated_linear_unit(owner)
-    found: FusedWeight | None = by_names().fused_weight(owner, child, linear)
-    if found is None and child == "in_proj":
-        return _linear_attention(owner, linear)
-    return found
+    if isinstance(owner, (MultiLatentAttention, find_upstream("AbsorbedMLASelfAttention") or ())):
+        return _latent_attention(owner.config, child)
+    if child == "in_proj" and (linear_attention := _linear_attention(owner, linear)) is not None:
+        return linear_attention
+    # Megatron's own modules are those above
+    is_megatrons = type(owner).__module__.startswith("megatron.")
+    return None if is_megatrons else by_names().fused_weight(owner, child, linear)
 
 
 def by_names() -> Any:

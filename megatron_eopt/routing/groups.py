@@ -12,25 +12,10 @@ from itertools import groupby
 from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.routing.routes import USUAL_VALUES, Route
+from megatron_eopt.routing.routes import USUAL_VALUES, GroupKey, Route
 
 GROUP_ID = "group_id"
 """Key under which a parameter group holds its identity."""
-
-
-@dataclass(frozen=True)
-class GroupKey:
-    """What all parameters of a group share."""
-
-    optimizer: str  # name of their optimizer
-    is_expert: bool  # whether they belong to experts
-    values: tuple[tuple[str, Any], ...]  # settings that differ from the run's, sorted by name
-
-    @property
-    def kind(self) -> str:
-        """The identity, unless several groups have the same; see :func:`_identities`."""
-        names = "+".join(name for name, _ in self.values)
-        return f"{self.optimizer}/{'expert' if self.is_expert else 'dense'}/{names}"
 
 
 type Summary = tuple[GroupKey, frozenset[str]]
@@ -46,11 +31,6 @@ class Group:
     routes: tuple[Route, ...]  # this rank's parameters
 
 
-def key_of(route: Route) -> GroupKey:
-    """Return the key of the group that ``route`` belongs to."""
-    return GroupKey(route.optimizer, route.parameter.is_expert, tuple(sorted(route.values.items())))
-
-
 def summarize(routes: Iterable[Route]) -> list[Summary]:
     """Return what other ranks need to know about this rank's groups."""
     return [
@@ -62,7 +42,7 @@ def summarize(routes: Iterable[Route]) -> list[Summary]:
 def _by_key(routes: Iterable[Route]) -> dict[GroupKey, list[Route]]:
     by_key = defaultdict(list)
     for route in routes:
-        by_key[key_of(route)].append(route)
+        by_key[route.key].append(route)
     return by_key
 
 

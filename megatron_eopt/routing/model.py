@@ -16,14 +16,15 @@ from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.place import whole_shape
 from megatron_eopt.config.arguments import qkv_split_shapes
 from megatron_eopt.config.checks import check_values, warn_of_unused
-from megatron_eopt.config.registry import Overrides, state_layout_of
+from megatron_eopt.config.registry import Overrides, steps_matrices
 from megatron_eopt.config.settings import RunSettings, Settings
 from megatron_eopt.matrices import Split
 from megatron_eopt.routing.global_names import name_parameters
-from megatron_eopt.routing.groups import Group, GroupKey, build_groups, key_of, summarize
+from megatron_eopt.routing.groups import Group, build_groups, summarize
 from megatron_eopt.routing.parameters import INPUT_LAYER, ModelParameter, trainable_parameters
 from megatron_eopt.routing.places import NO_LAYER, HeldParameter, places_in
 from megatron_eopt.routing.routes import (
+    GroupKey,
     Route,
     overrides_of,
     read_overrides,
@@ -174,7 +175,7 @@ def with_splits(routing: Routing, settings: Settings, places: Sequence[HeldParam
     """Return the routing with the splits of fused weights; collective over all ranks."""
     used = routing.optimizers
     splitting = {name for name in used if settings.splits_weights_of(name)}
-    of_matrices = {name for name in used if state_layout_of(name) != "element_wise"}
+    of_matrices = set(filter(steps_matrices, used))
     unsplit = {r.parameter.param for r in routing.routes if r.optimizer not in splitting}
     flattened = {
         route.parameter.param
@@ -232,11 +233,11 @@ def _check_shared_embeddings(routing: Routing) -> None:
     The stages sum its gradients, so a stage that freezes it would leave the others waiting, and
     copies with different settings would diverge.
     """
-    routes = {route.parameter.param: route for route in routing.routes}
+    shared = [place for place in routing.places if getattr(place.param, "shared_embedding", False)]
+    routes = {route.parameter.param: route for route in routing.routes} if shared else {}
     mine = {
-        (place.global_name, key_of(routes[place.param]) if place.param in routes else None)
-        for place in routing.places
-        if getattr(place.param, "shared_embedding", False)
+        (place.global_name, routes[place.param].key if place.param in routes else None)
+        for place in shared
     }
     keys: dict[str, list[GroupKey | None]] = {}
     for name, key in gather_unique(mine):

@@ -31,6 +31,14 @@ _CUTS = frozenset({"chunk", "split", "tensor_split", "glu"})
 _FOLDS = frozenset({"view", "reshape", "unflatten"})
 
 
+_OUTPUTS_FIRST = (
+    "torch.nn.modules.linear",
+    "megatron.core.tensor_parallel.layers",
+    "megatron.core.extensions.transformer_engine",
+)
+"""Modules of layers whose weights are known to be ``(out, in)``, so their code is not read."""
+
+
 def inputs_first(module: nn.Module, leaf: str, dims: int) -> bool | None:
     """Whether a module's weight is ``(in, out)``, or ``(experts, in, out)``; None if unknown.
 
@@ -42,6 +50,9 @@ def inputs_first(module: nn.Module, leaf: str, dims: int) -> bool | None:
     if isinstance(module, _ConvNd):
         return isinstance(module, _ConvTransposeNd)
     cls: Any = type(module)
+    computed_by = next(base for base in cls.__mro__ if "forward" in vars(base))
+    if computed_by.__module__ in _OUTPUTS_FIRST:
+        return False
     found = _reading(cls, dims).orders.get(leaf, ())
     return next(iter(found)) if len(found) == 1 else None
 

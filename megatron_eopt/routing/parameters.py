@@ -1,7 +1,7 @@
 """The trainable parameters of a model, with the facts that routing depends on."""
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -127,11 +127,15 @@ def trainable_parameters(
         if place.name.startswith("module."):
             with_own.add(place.chunk)
     of_outputs = {id(param) for param in outputs}
-    embeddings, routers = tables(), (require_upstream("Router"),)
-    why_vectors = {key: _why_vector(its) for key, its in by_param.items()}
+    embeddings, routers = tables(), require_upstream("Router")
+    why_vectors: dict[int, str | None] = {}
     layers: dict[int, list[int]] = {}  # the layers' weights in each chunk that reads the input
     for key, its in by_param.items():
-        if its[0].param.dim() > 1 and its[0].of_input and why_vectors[key] is None:
+        is_matrix = its[0].dims > 1
+        # a tied weight is a layer's if one of its layers uses it so
+        reasons = [place.why_vector for place in its] if is_matrix else [None]
+        why_vectors[key] = reasons[0] if all(reasons) else None
+        if is_matrix and its[0].of_input and why_vectors[key] is None:
             layers.setdefault(its[0].chunk, []).append(key)
     found = []
     for key, its in by_param.items():
@@ -148,11 +152,11 @@ def trainable_parameters(
             chunk=first.chunk,
             param=param,
             is_expert=not getattr(param, "allreduce", True),
-            is_embedding=marked or _is_of(its, embeddings),
-            is_router=_is_of(its, routers),
+            is_embedding=marked or any(isinstance(place.module, embeddings) for place in its),
+            is_router=any(isinstance(place.module, routers) for place in its),
             is_stack=stacks and any(place.is_stack for place in its),
             why_vector=why_vectors[key],
-            convolution=next((c for p in its if (c := p.convolution) is not None), None),
+            convolution=next(filter(None, [place.convolution for place in its]), None),
             is_input=len(its_layers) > 1 and its_layers[0] == key,
         )
         found.append(parameter)
@@ -184,16 +188,3 @@ def tables() -> tuple[type[torch.nn.Module], ...]:
     """Return the classes of embedding tables."""
     own = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return (*own, require_upstream("VocabParallelEmbedding"))
-
-
-def _is_of(places: Iterable[HeldParameter], kinds: tuple[type, ...]) -> bool:
-    return any(isinstance(place.module, kinds) for place in places)
-
-
-def _why_vector(places: Sequence[HeldParameter]) -> str | None:
-    """Return why a parameter is no layer's weight, unless one of its places says that it is."""
-    if places[0].param.dim() < 2:
-        return None
-    reasons = [place.why_vector for place in places]
-    # a tied weight is one if one of its layers uses it so
-    return reasons[0] if all(reasons) else None

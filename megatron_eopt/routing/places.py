@@ -5,6 +5,7 @@ Parametrizations (weight norm, spectral norm) replace a weight by other paramete
 what a parameter is for.
 """
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from megatron_eopt.base.place import whole_shape
 from megatron_eopt.routing.fused import by_names
-from megatron_eopt.routing.plain_names import joined, of_megatron, origin, renamed_paths
+from megatron_eopt.routing.plain_names import joined, of_megatron, origin, paths_of
 
 # Parameters that torch's older weight_norm, spectral_norm and pruning put in a weight's place.
 _REPLACED = re.compile(r"(.+)_(g|v|orig)")
@@ -60,6 +61,11 @@ class HeldParameter:
     child: str
     of_input: bool  # whether its chunk reads the model's input: a later pipeline stage does not
 
+    @functools.cached_property
+    def dims(self) -> int:
+        """Number of its dimensions."""
+        return self.param.dim()
+
     @property
     def convolution(self) -> _ConvNd | None:
         """The convolution whose weight this is, or None."""
@@ -75,7 +81,7 @@ class HeldParameter:
     @property
     def is_stack(self) -> bool:
         """Whether this is one 3-D weight of all experts."""
-        shaped = self.param.dim() == 3 and not isinstance(self.module, _ConvNd)
+        shaped = self.dims == 3 and not isinstance(self.module, _ConvNd)
         return shaped and self.is_of_experts
 
     @property
@@ -89,7 +95,7 @@ class HeldParameter:
         if _NORM.search(kind):
             return "weight of a norm"
         if _WEIGHT.fullmatch(self.leaf):
-            has_one = self.param.dim() == 2 and 1 in whole_shape(self.param)
+            has_one = self.dims == 2 and 1 in whole_shape(self.param)
             return "one row or column" if has_one and not of_megatron(self.module) else None
         if _HYPER.search(kind) and self.leaf.endswith("fn"):
             return None
@@ -109,39 +115,38 @@ def places_in(model_chunks: Sequence[nn.Module]) -> list[HeldParameter]:
 def _places_in(chunk: int, model: nn.Module) -> Iterator[HeldParameter]:
     modules = dict(model.named_modules())
     numbers, experts = _numbers_in(modules)
-    plain, counted = renamed_paths(modules), renamed_paths(modules, numbers)
-    wrapped = renamed_paths(modules, numbers, with_wrappers=True)
+    paths = paths_of(modules, numbers)
     # of a wrapper and the module in it, the latter comes last
-    by_plain = {plain[path]: module for path, module in modules.items()}
+    by_plain = {paths[path].plain: module for path, module in modules.items()}
     of_input = next((m.pre_process for m in modules.values() if hasattr(m, "pre_process")), True)
+    # transformers has gate and up of all experts as a parameter, without a child module
+    own_children = by_names().GATED
     for path, module in modules.items():
+        if not module._parameters:
+            continue
+        mine = paths[path]
         host, tensor = path, ""
         if isinstance(module, ParametrizationList):
             host, tensor = _host_of(path)
+        # the chunk is its own owner
+        above, _, name = _ADAPTED.sub("", paths[host].plain).rpartition(".")
         for leaf, param in module._parameters.items():
             if param is None:
                 continue
             whole, gain = (tensor, _is_gain(param, module)) if tensor else _replaced(module, leaf)
-            # the chunk is its own owner
-            owner, child = _ADAPTED.sub("", plain[host]).rpartition(".")[::2]
-            # transformers has gate and up of all experts as a parameter, without a child module
-            is_own = whole in by_names().GATED
-            global_name, wrapped_name = (
-                _counted(joined(paths[path], leaf), param, experts[path])
-                for paths in (counted, wrapped)
-            )
+            is_own = whole in own_children
             yield HeldParameter(
                 param,
                 chunk,
-                joined(plain[path], leaf),
-                global_name,
-                wrapped_name,
-                plain[host],
+                joined(mine.plain, leaf),
+                _counted(joined(mine.counted, leaf), param, experts[path]),
+                _counted(joined(mine.wrapped, leaf), param, experts[path]),
+                paths[host].plain,
                 modules[host],
                 whole,
                 gain,
-                modules[host] if is_own else by_plain[owner],
-                whole if is_own else child,
+                modules[host] if is_own else by_plain[above],
+                whole if is_own else name,
                 bool(of_input),
             )
 
@@ -163,7 +168,7 @@ def _numbers_in(
             layers[path] = str(number - 1)
         if path:
             # what a rank calls expert 0 is another expert on each expert-parallel rank
-            experts[path] = experts[above] or getattr(module, "local_expert_indices", None)
+            experts[path] = experts[above] or vars(module).get("local_expert_indices")
     return layers, experts
 
 

@@ -9,7 +9,9 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -29,9 +31,18 @@ _ADDED = re.compile(rf"(?<!\w)(?:{'|'.join(_PRIVATE)}|module)\.")
 _PARAMETRIZED = re.compile(r"(?<!\w)parametrizations\.(\w+)\.original$")
 
 
+class Paths(NamedTuple):
+    """The path of a module, as seen from several sides."""
+
+    plain: str  # without the components of wrappers
+    counted: str  # the same in the whole model: with other words, such as numbers of layers
+    wrapped: str  # the latter with the components of wrappers
+
+
 def plain_paths(model: nn.Module) -> dict[str, str]:
     """Return the path of each module without wrappers, by its path in ``named_modules``."""
-    return renamed_paths(dict(model.named_modules()))
+    found = paths_of(dict(model.named_modules()))
+    return {path: its.plain for path, its in found.items()}
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
@@ -41,25 +52,25 @@ def plain_names(model: nn.Module) -> dict[str, str]:
     return {name: joined(paths[above], leaf) for name, above, _, leaf in split}
 
 
-def renamed_paths(
-    modules: Mapping[str, nn.Module],
-    words: Mapping[str, str] = MappingProxyType({}),
-    *,
-    with_wrappers: bool = False,
-) -> dict[str, str]:
-    """Return another path of each module, by its path.
+def paths_of(
+    modules: Mapping[str, nn.Module], words: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Paths]:
+    """Return the paths of each module, by its path.
 
     Args:
         modules: The model's ``named_modules``.
-        words: What replaces the last component of some paths.
-        with_wrappers: Whether components of modules that a wrapper holds stay.
+        words: What replaces the last component of some paths in the whole model.
     """
-    found = {"": ""}
+    found = {"": Paths("", "", "")}
     for path in modules:
         above, _, child = path.rpartition(".")
-        if path:
-            is_held = not with_wrappers and _holds(modules[above], child)
-            found[path] = found[above] if is_held else joined(found[above], words.get(path, child))
+        if not path:
+            continue
+        plain, counted, wrapped = found[above]
+        word = words.get(path, child)
+        if not _holds(modules[above], child):
+            plain, counted = joined(plain, child), joined(counted, word)
+        found[path] = Paths(plain, counted, joined(wrapped, word))
     return found
 
 
@@ -87,23 +98,27 @@ def origin(module: nn.Module) -> type[nn.Module]:
     FSDP, Megatron-FSDP's second version and parametrizations derive a class from it at run time,
     which inherits from the wrapper's own class, too.
     """
-    cls = type(module)
-    while _is_swapped(cls):
+    cls: Any = type(module)
+    return _origin_of(cls)
+
+
+@lru_cache(maxsize=1024)
+def _origin_of(cls: Any) -> type[nn.Module]:
+    # a class that nobody wrote: no module has it, and it computes nothing
+    while "." not in cls.__qualname__ and "forward" not in vars(cls):
+        if getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls:
+            break
         cls = next(base for base in reversed(cls.__bases__) if issubclass(base, nn.Module))
-    return cls
-
-
-def _is_swapped(cls: type) -> bool:
-    """Whether a class is not one that somebody wrote: no module has it, and it computes nothing."""
-    home, name = sys.modules.get(cls.__module__), cls.__qualname__
-    return "." not in name and "forward" not in vars(cls) and getattr(home, name, None) is not cls
+    found: type[nn.Module] = cls
+    return found
 
 
 def tensor_name(name: str) -> str:
     """Return the name of the tensor that a parameter is, or alone parametrizes."""
-    return _PARAMETRIZED.sub(r"\1", name)
+    return _PARAMETRIZED.sub(r"\1", name) if "parametrizations." in name else name
 
 
+@lru_cache(maxsize=1024)
 def plain_pattern(pattern: str, *, has_module: bool) -> str:
     """Return a pattern of names without the wrappers that it names.
 

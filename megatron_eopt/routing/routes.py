@@ -4,8 +4,9 @@ An override maps a ``ParamKey`` to settings for the parameters that the key matc
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ _SAME = {"lr": ("max_lr",), "weight_decay": ("start_wd", "end_wd")}
 """What Megatron's scheduler reads in place of values that it writes to groups in each step."""
 
 
+@lru_cache(maxsize=1024)
 def describe(key: ParamKey) -> str:
     """Return a readable description of a key, the same in every process."""
     parts = []
@@ -129,7 +131,7 @@ def _refuse_scheduled(where: str, values: Mapping[str, Any]) -> None:
     raise ConfigurationError(f"{where}[{name!r}]", values[name], _OF_SCHEDULER[name], hint)
 
 
-def merge(
+def _merge(
     parameter: ModelParameter, overrides: registry.Overrides
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the settings of all overrides that match ``parameter``, and the keys' descriptions.
@@ -137,6 +139,8 @@ def merge(
     Raises:
         ConfigurationError: If two overrides give a setting different values.
     """
+    if not overrides:
+        return {}, ()
     said: dict[str, tuple[Any, str]] = {}  # each setting's value, and the label of its key
     labels: set[str] = set()
     for key, override in overrides.items():
@@ -165,10 +169,11 @@ def unmatched(parameters: Sequence[ModelParameter], overrides: registry.Override
 def _matches(key: ParamKey, parameter: ModelParameter) -> bool:
     """Return whether a key matches a parameter, however the model was and is wrapped."""
     patterns = (key.name,) if isinstance(key.name, str) else key.name
-    plain = (plain_pattern(item, has_module=parameter.of_own_module) for item in patterns)
-    return any(key.matches(parameter.param, name) for name in parameter.matched_names) or any(
-        fnmatch(parameter.matched_names[0], item) for item in plain
-    )
+    for name in parameter.matched_names:
+        if key.matches(parameter.param, name):
+            return True
+    plain = [plain_pattern(item, has_module=parameter.of_own_module) for item in patterns]
+    return any(fnmatch(parameter.matched_names[0], item) for item in plain)
 
 
 def with_callers_grouping(
@@ -222,6 +227,21 @@ def _key(values: Mapping[str, Any], params: Sequence[torch.Tensor]) -> ParamKey:
 
 
 @dataclass(frozen=True)
+class GroupKey:
+    """What all parameters of a group share."""
+
+    optimizer: str  # name of their optimizer
+    is_expert: bool  # whether they belong to experts
+    values: tuple[tuple[str, Any], ...]  # settings that differ from the run's, sorted by name
+
+    @property
+    def kind(self) -> str:
+        """The identity, unless several groups have the same; see :func:`build_groups`."""
+        names = "+".join(name for name, _ in self.values)
+        return f"{self.optimizer}/{'expert' if self.is_expert else 'dense'}/{names}"
+
+
+@dataclass(frozen=True)
 class Route:
     """The optimizer and settings of one parameter."""
 
@@ -230,6 +250,12 @@ class Route:
     values: Mapping[str, Any]  # settings of its group that differ from the run's
     labels: tuple[str, ...]  # descriptions of the overrides that these settings come from
     why: str  # the reason, as the routing table shows it
+
+    @cached_property
+    def key(self) -> GroupKey:
+        """The key of the group that the parameter belongs to."""
+        values = tuple(sorted(self.values.items()))
+        return GroupKey(self.optimizer, self.parameter.is_expert, values)
 
 
 def route_all(
@@ -250,15 +276,7 @@ def route_all(
         ConfigurationError: If overrides disagree, or name an unknown or unsuitable optimizer.
     """
     defaults = _Defaults(settings)
-    routes = [_route(item, overrides, standard or {}, defaults) for item in parameters]
-    used = {route.optimizer for route in routes}
-    of_matrices = {name for name in used if registry.state_layout_of(name) != "element_wise"}
-    for route in routes:
-        if route.optimizer in of_matrices:
-            _check_shape(route.parameter, route.optimizer)
-    rates = {name: settings.own_rates(name) for name in used}
-    values = [_multiplied({**rates[r.optimizer], **r.values}, settings) for r in routes]
-    return [replace(route, values=own) for route, own in zip(routes, values, strict=True)]
+    return [_route(item, overrides, standard or {}, defaults) for item in parameters]
 
 
 def _multiplied(values: dict[str, Any], settings: Settings) -> dict[str, Any]:
@@ -268,11 +286,11 @@ def _multiplied(values: dict[str, Any], settings: Settings) -> dict[str, Any]:
         ConfigurationError: If there is no rate to multiply.
     """
     factor = values.pop("lr_mult", 1.0)
+    if factor == 1.0:
+        return values
     usual = {"max_lr": settings.config.lr, "min_lr": settings.config.min_lr}
     # a group without rates of its own gets the run's, multiplied
     rates = {name: values.get(name, rate) for name, rate in usual.items()}
-    if factor == 1.0:
-        return values
     if rates["max_lr"] is None:
         rule = "needs a learning rate to multiply, and the configuration has none"
         hint = "Set max_lr, or lr in the configuration"
@@ -287,8 +305,8 @@ def _route(
     standard: registry.Overrides,
     defaults: "_Defaults",
 ) -> Route:
-    wanted, labels = merge(parameter, overrides)
-    usual, _ = merge(parameter, standard)
+    wanted, labels = _merge(parameter, overrides)
+    usual, _ = _merge(parameter, standard)
     if "start_wd" in wanted:
         usual.pop("wd_mult", None)  # the weight decay that was asked for, not a part of it
     default, reasons = defaults.of(parameter)
@@ -301,6 +319,9 @@ def _route(
         why = "; ".join(reasons) or "every parameter"
     else:
         why = "matrix"
+    if defaults.is_of_matrices(optimizer):
+        _check_shape(parameter, optimizer)
+    values = _multiplied({**defaults.rates_of(optimizer), **values}, defaults.settings)
     return Route(parameter, optimizer, values, labels, why)
 
 
@@ -308,7 +329,10 @@ class _Defaults:
     """What parameters get without the user's overrides."""
 
     def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.main = settings.optimizer
+        self.rates_of = cache(settings.own_rates)
+        self.is_of_matrices = cache(registry.steps_matrices)
         self.overrides = settings.default_overrides
         self._rule = next(filter(registry.is_our_rule, self.overrides), None)
         self._others = {k: v for k, v in self.overrides.items() if k is not self._rule}
@@ -325,7 +349,7 @@ class _Defaults:
         excluded = parameter.is_excluded and not self._ignores_use_muon
         no_matrix = parameter.why_not_matrix(**self._how)
         reason = f"{NO_MUON_ATTRIBUTE}=False" if excluded else no_matrix
-        values, labels = merge(parameter, self._others)
+        values, labels = _merge(parameter, self._others)
         if self._rule is not None and reason:
             # the parameter's reason also covers cases that the rule's predicate cannot recognize
             return {**values, **self.overrides[self._rule]}, (reason, *labels)

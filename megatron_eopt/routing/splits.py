@@ -133,10 +133,11 @@ def _weights(
     seen: set[int] = set()
     for place in places:
         param = place.param
-        if id(param) in seen or not param.requires_grad or place.is_gain:
+        if id(param) in seen or place.is_gain:
             continue
         declared = getattr(param, "eopt_split", None) is not None or param in flattened
-        if declared or (param.dim() in (2, 3) and place.convolution is None):
+        is_plain = place.dims in (2, 3) and place.convolution is None
+        if (declared or is_plain) and param.requires_grad:
             seen.add(id(param))
             yield place
 
@@ -154,7 +155,7 @@ def _split_of(weight: HeldParameter, which: Collection[SplitT], unknown: list[st
         argument = f"{weight.name}.eopt_split"
         raise ConfigurationError(argument, declared, rule, "Set one of these")
     is_convolution = weight.convolution is not None
-    known = inputs_first(weight.module, weight.leaf, weight.param.dim())
+    known = inputs_first(weight.module, weight.leaf, weight.dims)
     first = declared == "transposed" or bool(known)
     if declared is None and not is_convolution:
         lengths = declared_qkv(weight.param)
@@ -170,7 +171,7 @@ def _split_of(weight: HeldParameter, which: Collection[SplitT], unknown: list[st
     grouped = isinstance(weight.owner, TEGroupedMLP)
     if declared is None and known is None and weight.is_stack and not grouped:
         return _fitted(weight, lambda shape: replace(whole(shape), kind=NO_ORDER))
-    if is_convolution or first or ((declared or grouped) and weight.param.dim() != 2):
+    if is_convolution or first or ((declared or grouped) and weight.dims != 2):
         return _fitted(weight, _turned(whole) if first else whole)
     return None
 
@@ -257,7 +258,7 @@ def _is_packed(param: nn.Parameter) -> bool:
 def _looks_fused(weight: HeldParameter) -> bool:
     """Tell by names and megatron-core's partition attributes whether a weight looks fused."""
     names = (weight.child, weight.leaf.removesuffix("_weight"))
-    return (weight.param.dim() == 2 or weight.is_stack) and (
+    return (weight.dims == 2 or weight.is_stack) and (
         any(map(_FUSED_NAME.fullmatch, names))
         or _has_gates(weight)
         or _has_experts(weight)
@@ -280,7 +281,7 @@ def _has_experts(weight: HeldParameter) -> bool:
     """Whether it is 2-D, but has rows of several experts, whose number its module gives."""
     counts = (getattr(weight.module, name, None) for name in _EXPERTS)
     count = next((n for n in counts if isinstance(n, int)), 1)
-    if count <= 1 or weight.param.dim() != 2:
+    if count <= 1 or weight.dims != 2:
         return False
     rows = whole_shape(weight.param)[0]
     is_cut = count < rows and rows % count == 0

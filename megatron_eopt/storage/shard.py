@@ -20,7 +20,6 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -78,7 +77,7 @@ class ParamShard:
         self.main = self.param
         if not self.layouts:
             return
-        held, numel = int(self.pieces.area.sum()), torch.Size(self.shape).numel()
+        held, numel = int(self.pieces.area.sum()), math.prod(self.shape)
         if held + self.padding != numel:
             rule = (
                 f"rank {self.ranks.rank} stores {numel} elements, but the {self.split.kind} "
@@ -105,7 +104,7 @@ class ParamShard:
     @property
     def pieces(self) -> Boxes:
         """What this rank stores of all logical matrices."""
-        return Boxes.join([layout.piece(self.ranks.rank) for layout in self.layouts])
+        return _pieces(self.layouts, self.ranks.rank)
 
     @cached_property
     def matrix_names(self) -> tuple[str, ...]:
@@ -113,6 +112,13 @@ class ParamShard:
         if len(self.layouts) == 1:
             return (self.name,)
         return tuple(f"{self.name}[{matrix.name}]" for matrix in self.split.matrices)
+
+
+# by identity of the layouts, which equal parameters share
+@lru_cache(maxsize=_REMEMBERED)
+def _pieces(layouts: tuple[Layout, ...], rank: int) -> Boxes:
+    """Return what a rank stores of all logical matrices."""
+    return Boxes.join([layout.piece(rank) for layout in layouts])
 
 
 def global_name(param: Tensor, name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from torch.nn import Module, ModuleList
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.config.arguments import arguments_of
 from megatron_eopt.config.checks import refuse_for_qk_clip
 from megatron_eopt.config.settings import Settings
 from megatron_eopt.routing.model import Routing
@@ -31,6 +32,12 @@ class OptimizerBuildContext:
     def collection(self) -> Any:
         """The caller's process groups, or Megatron's global ones."""
         return process_groups(self.pg_collection)
+
+    @cached_property
+    def arguments(self) -> dict[str, dict[str, Any]]:
+        """Constructor arguments of the optimizers other than Adam and SGD, by their names."""
+        optimizers = self.routing.optimizers
+        return arguments_of(optimizers, self.settings, self.model_chunks, self.collection)
 
 
 type BuilderT = Callable[[OptimizerBuildContext], OptimizerChain | None]

@@ -31,6 +31,7 @@ from megatron_eopt.base.names import Int64Array, TpModeT
 from megatron_eopt.base.place import refuse_part, whole_shape
 from megatron_eopt.checkpoint.continuation import Policy
 from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
+from megatron_eopt.config.arguments import arguments_of
 from megatron_eopt.config.checks import refuse_for_dtensors
 from megatron_eopt.config.settings import Settings
 from megatron_eopt.layouts import Layout, dtensor_layout
@@ -333,7 +334,8 @@ def _checked(settings: Settings, routing: Routing) -> list[OptimizerSpec]:
     """Create the optimizers; raise if one cannot step the dtype of a parameter."""
     # here the parameters, not the model's configuration, say how fused weights are split
     chunks = [SimpleNamespace(config=None)]
-    specs = optimizer_specs(settings, routing, chunks, None, stand_ins=True, plain=True)
+    arguments = arguments_of(routing.optimizers, settings, chunks, None)
+    specs = optimizer_specs(settings, routing, arguments, stand_ins=True, plain=True)
     for spec in specs:
         if spec.layout == "matrix_state":
             params = [param for group in spec.groups for param in group["params"]]

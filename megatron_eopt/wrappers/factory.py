@@ -17,17 +17,16 @@ from megatron_eopt import qk_clip
 from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import any_rank, gather_unique, raise_together
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import CAUTIOUS_DECAY, STANDARD_OPTIMIZERS
+from megatron_eopt.base.names import CAUTIOUS_DECAY
 from megatron_eopt.base.place import refuse_part
 from megatron_eopt.base.upstream import find_upstream, require_upstream
-from megatron_eopt.config.arguments import arguments_of
 from megatron_eopt.config.checks import check_alike, refuse_for_matrices
 from megatron_eopt.config.registry import (
     Overrides,
     entry_of,
     is_muon,
-    state_layout_of,
     steps_in_pieces,
+    steps_matrices,
 )
 from megatron_eopt.config.settings import Settings, resolve
 from megatron_eopt.math import resolve_coefficients, sound_precision
@@ -114,9 +113,10 @@ def get_megatron_optimizer(
     of_dtensors = dtensors.is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
     settings = raise_together(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
     check_alike(settings.config)
-    for chunk in model_chunks:
+    cut = model_chunks if of_dtensors else []
+    for chunk in cut:
         take_attributes(chunk.parameters())
-    with megatron_fsdp.whole_parameters(model_chunks):
+    with megatron_fsdp.whole_parameters(cut):
         routing = route_model(settings, model_chunks, config_overrides)
     if _is_megatron_cores(settings, routing, model_chunks):
         raise_together(lambda: _refuse_off_loading_on_cpu(settings, routing))
@@ -125,9 +125,7 @@ def get_megatron_optimizer(
             hint = f"Turn it off, or {' and '.join(settings.upstream_modes) or 'fp16'}"
             raise ConfigurationError(CAUTIOUS_DECAY, True, rule, hint)
         # refuses settings that Adam and SGD do not have
-        raise_together(
-            lambda: optimizer_specs(settings, routing, model_chunks, pg_collection, plain=True)
-        )
+        raise_together(lambda: optimizer_specs(settings, routing, {}, plain=True))
         return megatrons_own_factory(
             settings.config,
             model_chunks,
@@ -145,13 +143,12 @@ def get_megatron_optimizer(
     chains = (chain for build in reversed(BUILDERS) if (chain := build(context)) is not None)
     # all ranks raise together, even if only one pipeline stage has an error
     optimizer = raise_together(lambda: next(chains))
-    emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
-    arguments = {n: arguments_of(n, settings, model_chunks, context.collection) for n in emerging}
     groups = (getattr(context.collection, name, None) for name in _OF_PARTS)
-    log_differences(settings, arguments, is_cut=any(get_pg_size(group) > 1 for group in groups))
+    is_cut = any(get_pg_size(group) > 1 for group in groups)
+    log_differences(settings, context.arguments, is_cut=is_cut)
     _register_owner(optimizer, routing.names)
     if folder is not None:
-        with megatron_fsdp.whole_parameters(model_chunks):
+        with megatron_fsdp.whole_parameters(cut):
             _dump(routing.groups, model_chunks, str(folder))
     return optimizer
 
@@ -220,7 +217,7 @@ def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
         for param, name in routing.names.items():
             refuse_part(param, name)
         check_dtypes(routing.names, "The distributed optimizer")
-        found = optimizer_specs(settings, routing, model_chunks, collection, stand_ins=True)
+        found = optimizer_specs(settings, routing, context.arguments, stand_ins=True)
         kinds = {getattr(spec.optimizer, "momentum_dtype", "fp32") for spec in found}
         if settings.config.muon_overlap_dp_comm and (rounded := kinds - {"fp32"}):
             rule = "needs momentum_dtype='fp32' for all parameters"
@@ -328,7 +325,7 @@ def _warnings(
             "muon_tp_mode='blockwise' orthogonalizes each rank's part of a matrix separately, so "
             "the result depends on the number of ranks. With 'duplicated' or 'auto' it does not."
         )
-    replicated = settings.storage == "replicated" and state_layout_of(optimizer) != "element_wise"
+    replicated = settings.storage == "replicated" and steps_matrices(optimizer)
     # a Muon of this package asks other ranks for their parts, but methods that a subclass overrides
     # get those of this rank
     overrides = is_muon(optimizer) and not steps_in_pieces(entry_of(optimizer).optimizer_cls)

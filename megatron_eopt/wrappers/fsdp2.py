@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import is_rank_0, raise_together
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
-from megatron_eopt.base.names import MOMENTUM, OUTPUT_ATTRIBUTE, STANDARD_OPTIMIZERS
+from megatron_eopt.base.names import MOMENTUM, OUTPUT_ATTRIBUTE
 from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.checkpoint.saved_groups import writers_of
 from megatron_eopt.config.arguments import arguments_of
@@ -129,8 +129,7 @@ def build_optimizer(
         cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing)
     optimizer = raise_together(lambda: build_routed(settings, routing, cls))
     off_load(optimizer, settings)
-    emerging = sorted(routing.optimizers - set(STANDARD_OPTIMIZERS))
-    log_differences(settings, {n: arguments_of(n, settings, [model], None) for n in emerging})
+    log_differences(settings, arguments_of(routing.optimizers, settings, [model], None))
     optimizer.collects_stats = settings.config.log_optimizer_stats
     optimizer.observe(Stats([optimizer]))
     optimizer.frozen = frozen

@@ -142,7 +142,7 @@ def build_replicated(
         else:
             check_half(context.routing)
             storage_of = Float32Optimizer
-    specs = optimizer_specs(settings, context.routing, chunks, context.collection)
+    specs = optimizer_specs(settings, context.routing, context.arguments)
     storages = [_storage(spec, context, storage_of) for spec in specs]
     return OptimizerChain(storages, settings, scaler, chunks)
 

@@ -2,7 +2,7 @@
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STEP
-from megatron_eopt.config.arguments import arguments_of, constructed
+from megatron_eopt.config.arguments import constructed
 from megatron_eopt.config.fields import constructor_parameters
 from megatron_eopt.config.registry import StateLayoutT, entries, entry_of, steps_in_pieces
 from megatron_eopt.config.settings import Settings
@@ -61,8 +61,7 @@ class OptimizerSpec:
 def optimizer_specs(
     settings: Settings,
     routing: Routing,
-    model_chunks: Sequence[Any],
-    pg_collection: Any,
+    arguments: Mapping[str, dict[str, Any]],
     *,
     stand_ins: bool = False,
     plain: bool = False,
@@ -74,16 +73,17 @@ def optimizer_specs(
     Args:
         settings: The configuration.
         routing: Which optimizer each parameter gets.
-        model_chunks: The model.
-        pg_collection: Process groups.
+        arguments: Constructor arguments, as :func:`arguments_of` returns them.
         stand_ins: Whether matrix optimizers get placeholders of shape (1, 1) for the parameters,
             because the storage steps other tensors and knows their logical matrices.
         plain: Whether to use torch's Adam and SGD.
     """
     main = settings.optimizer
     rates = {"lr": settings.config.lr, "min_lr": settings.config.min_lr}
-    makers = {
-        name: _maker_of(name, settings, model_chunks, pg_collection, plain=plain)
+    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        name: functools.partial(build_scalar_optimizer, name, settings, plain=plain)
+        if name in SCALAR_OPTIMIZERS
+        else functools.partial(constructed, name, settings.config, arguments[name])
         for name in sorted(routing.optimizers)
     }
     # groups with settings that only a constructor reads get an optimizer of their own
@@ -97,13 +97,13 @@ def optimizer_specs(
     # values may not be comparable, so only their presence counts; the sort keeps the order of
     # groups, which is the same on all ranks
     for kind in sorted(kinds, key=lambda kind: (kind[0] != main, *kind[:2], bool(kind[2]))):
-        (name, is_expert, arguments), mine = kind, kinds[kind]
+        (name, is_expert, only), mine = kind, kinds[kind]
         groups = [param_group(g, [r.parameter.param for r in g.routes], **rates) for g in mine]
         made_over = groups
         if plain or (stand_ins and name not in SCALAR_OPTIMIZERS):
             made_over = [{**group, **_stand_in()[0]} for group in groups]
         own_rates = [group.get("lr") for group in groups]  # torch adds its default to the groups
-        construct = functools.partial(makers[name], **dict(arguments))
+        construct = functools.partial(makers[name], **dict(only))
         if name not in SCALAR_OPTIMIZERS:
             entry = entry_of(name)
             known = constructor_parameters(entry.optimizer_cls)
@@ -169,16 +169,6 @@ def _draw_alike(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.param_groups = groups
 
     optimizer.step = step_all  # type: ignore[assignment, method-assign]
-
-
-def _maker_of(
-    name: str, settings: Settings, model_chunks: Sequence[Any], pg_collection: Any, *, plain: bool
-) -> Callable[..., torch.optim.Optimizer]:
-    """Return what creates an optimizer over groups, with further constructor arguments."""
-    if name in SCALAR_OPTIMIZERS:
-        return functools.partial(build_scalar_optimizer, name, settings, plain=plain)
-    kwargs = arguments_of(name, settings, model_chunks, pg_collection)
-    return lambda groups, **own: constructed(name, settings.config, groups, kwargs, **own)
 
 
 def _stand_in() -> list[ParamGroup]:

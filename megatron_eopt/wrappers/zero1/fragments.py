@@ -42,13 +42,13 @@ def ranges_in(buffer_set: BufferSet, names: Mapping[Tensor, str]) -> dict[Tensor
     """Return the position of every parameter of a set, in the same order on all ranks."""
     places = {}
     for buffer in buffer_set.all_buffers:
+        ranks = buffer.data_parallel_group.size()
+        # DDP pads buckets, so that this divides evenly; the last ranks have the padding
+        shards = [bucket.grad_data.numel() // ranks for bucket in buffer.buckets]
         for param in buffer.params:
-            start, stop, bucket_id = buffer.param_index_map[param]
-            bucket = buffer.buckets[bucket_id]
-            # DDP pads buckets, so that this divides evenly; the last ranks have the padding
-            shard = bucket.grad_data.numel() // buffer.data_parallel_group.size()
-            start, stop = start - bucket.offset, stop - bucket.offset
-            places[param] = BufferRange(names[param], start, stop, shard)
+            start, stop, number = buffer.param_index_map[param]
+            offset = buffer.buckets[number].offset
+            places[param] = BufferRange(names[param], start - offset, stop - offset, shards[number])
     return places
 
 
