@@ -98,9 +98,9 @@ MODES = [
     overlap("fp8_param_gather=False", ddp={"fp8_param_gather": True}),
     overlap("fp4_param_gather=False", ddp={"fp4_param_gather": True}),
     overlap("calculate_per_token_loss=False", model={"calculate_per_token_loss": True}),
-    overlap("optimizer='muon'", storage="replicated"),
+    overlap("get_megatron_optimizer, optimizer='muon'", storage="replicated"),
     *(
-        overlap("optimizer='muon'", config={"optimizer": name})
+        overlap("get_megatron_optimizer, optimizer='muon'", config={"optimizer": name})
         for name in ("adaptive_muon", "soap", "adam")
     ),
     # clipping of query and key weights
