@@ -158,6 +158,7 @@ class MatrixExchange:
             for number, shard in self._shards.items()
             for i, kind in enumerate(operands)
         }
+        self._shard_of = {name: number // count for name, number in self._number_of.items()}
         layouts = [layout for shard in shards for layout in shard.layouts]
         self.names = tuple(name for shard in shards for name in shard.matrix_names)
         counts = accumulate((len(shard.layouts) for shard in shards), initial=0)
@@ -261,11 +262,8 @@ class MatrixExchange:
             owned_state: That state, which ``host`` moves while the matrices are computed.
         """
 
-        def numbers_of(names: Iterable[str]) -> list[int]:
-            return list(dict.fromkeys(self._number_of[name] // self._operands for name in names))
-
         def load(wave: int, names: Sequence[str]) -> dict[str, Tensor]:
-            members = {n: items[n] for n in numbers_of(names) if n in items}
+            members = {n: items[n] for name in names if (n := self._shard_of[name]) in items}
             outs: dict[int, Tensor] = {}
             for n in () if keep else members:
                 if (place := self.redistribution.place(self._shards[n].name)) is not None:
@@ -274,7 +272,7 @@ class MatrixExchange:
             return {name: self.input_of(self._number_of[name], found) for name in names}
 
         def store(results: Mapping[str, Tensor]) -> None:
-            updates = dict(zip(numbers_of(results), results.values(), strict=True))
+            updates = {self._shard_of[name]: update for name, update in results.items()}
             # others took part with zeros, because the plan is fixed; they must not change
             updates = {n: update for n, update in updates.items() if n in items}
             if self.insert_checked is not None:
@@ -286,10 +284,12 @@ class MatrixExchange:
             return
 
         def params_of(names: Iterable[str]) -> list[Tensor]:
-            return [items[n].param for n in numbers_of(names) if n in items]
+            numbers = dict.fromkeys(self._shard_of[name] for name in names)
+            return [items[n].param for n in numbers if n in items]
 
         def owned_of(indices: Sequence[int]) -> list[Tensor]:
-            return [owned[matrix] for matrix in self._matrices_of(indices)] if owned else []
+            matrices = dict.fromkeys(index // self._operands for index in indices)
+            return [owned[matrix] for matrix in matrices] if owned else []
 
         # not copied, because an optimizer may replace the state of a matrix
         state = ChainMap({item.param: item.state for item in items.values()}, owned_state or {})
@@ -335,18 +335,17 @@ class MatrixExchange:
 
     def compute(self, batch: WaveBatch) -> None:
         """Replace a batch's directions by updates, as :class:`Redistribution` asks."""
-        matrices, count = self._matrices_of(batch.matrices), self._operands
+        count = self._operands
+        # a batch has the operands of each matrix side by side
+        matrices = [index // count for index in batch.matrices[::count]]
         reduce = self._reduce_of[matrices[0]]
         rows, cols = batch.tensor.shape[-2:]
         # in blockwise mode, a piece is scaled as a matrix of its own
         shape = (rows, cols) if self.blockwise else self._shapes[matrices[0]]
-        for first, last in self._calls_for(matrices):
+        one_call = self._batched and not self.skipped
+        for first, last in [(0, len(matrices))] if one_call else self._calls_for(matrices):
             stack = batch.tensor[count * first : count * last]
             self._update(stack, matrices[first:last], reduce, shape)
-
-    def _matrices_of(self, indices: Sequence[int]) -> Sequence[int]:
-        """Return the matrices of a batch, which has the operands of each side by side."""
-        return [index // self._operands for index in indices[:: self._operands]]
 
     def _calls_for(self, matrices: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield what is computed in one call: the first place in a batch, and one past the last.
@@ -354,9 +353,6 @@ class MatrixExchange:
         Skipped matrices were computed before the step (step_checks.py), which also puts in their
         updates.
         """
-        if self._batched and not self.skipped:
-            yield 0, len(matrices)
-            return
         # runs of neighbours are views of the stack, others would be copies
         kinds = [(m in self.skipped, self._batched or n) for n, m in enumerate(matrices)]
         for (is_skipped, _), places in groupby(range(len(kinds)), kinds.__getitem__):

@@ -39,7 +39,7 @@ from megatron_eopt.config.settings import RunSettings, Settings
 from megatron_eopt.math import passes
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
 from megatron_eopt.optimizers.step_checks import step_checks
-from megatron_eopt.optimizers.storage import Storage, named_gradients
+from megatron_eopt.optimizers.storage import Storage, named_gradients, rules_of
 from megatron_eopt.optimizers.update_rule import check_may_step, refuse_copy
 from megatron_eopt.qk_clip import remember
 from megatron_eopt.routing.frozen import Frozen
@@ -93,6 +93,7 @@ class OptimizerChain(ChainedOptimizer):
         # whether to measure the next steps; callers may set it, to the same value on all ranks
         self.collects_stats = settings.config.log_optimizer_stats
         self._stats = Stats(storages)
+        self._update_rules = list(rules_of(storages))
         self.skipped_steps = 0
         self.is_sharded = any(item.in_buffers for item in storages)
         self.number, self.superseded = -1, False  # see megatron_eopt.wrappers.factory
@@ -190,7 +191,7 @@ class OptimizerChain(ChainedOptimizer):
                 self._overlap.settle(norms[None], self._keeps)
             skips = not late and self.is_above_skip_threshold(norm)
             with clipped(
-                self.chained_optimizers,
+                self._update_rules,
                 # a step that is skipped leaves gradients as they are
                 0.0 if skips else self.settings.original.clip_grad,
                 norms,
@@ -305,7 +306,7 @@ class OptimizerChain(ChainedOptimizer):
         self.read_late()
         norms = self.norms()
         norm = self._read(norms)
-        with clipped(self.chained_optimizers, clip_grad, norms, fuses=False):
+        with clipped(self._update_rules, clip_grad, norms, fuses=False):
             pass
         return norm
 

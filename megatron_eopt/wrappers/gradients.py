@@ -21,7 +21,8 @@ from megatron_eopt.base.gpu import HostCopy
 from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.config.settings import RunSettings
 from megatron_eopt.math import passes
-from megatron_eopt.optimizers.storage import Storage, named_gradients, rules_of
+from megatron_eopt.optimizers.storage import Storage, named_gradients
+from megatron_eopt.optimizers.update_rule import UpdateRule
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.storage.shard import global_name
 
@@ -205,7 +206,7 @@ def fuses_grad_scale(storage: Storage) -> bool:
 
 @contextmanager
 def clipped(
-    storages: Sequence[Storage],
+    update_rules: Sequence[UpdateRule],
     max_norm: float,
     norms: Mapping[str | None, GradNorm],
     *,
@@ -214,7 +215,7 @@ def clipped(
     """In a block, clip gradients to a norm of ``max_norm``.
 
     Args:
-        storages: The optimizers of the chain.
+        update_rules: What the chain steps.
         max_norm: Largest norm; 0 turns clipping off.
         norms: The norm of each special group by its name, and of all other gradients by None.
         fuses: Whether update rules that support it clip while they read gradients.
@@ -224,18 +225,17 @@ def clipped(
     applied = {n for n, f in factors.items() if passes.KERNELS.runs(f) or float(f) != 1.0}
     clips = max_norm > 0 and bool(applied)
     by_norm: dict[str | None, list[Tensor]] = {}
-    rules = list(rules_of(storages))
-    for update_rule in rules:
+    for update_rule in update_rules:
         folded = None
         if fuses and update_rule.fuses_grad_scale:
             # `factor(0)` is 1, or NaN if the norm is not finite, so that the rule writes nothing
             folded = factors[None] if update_rule.is_clipped else norms[None].factor(0.0)
         update_rule.scale_gradients(folded)
         if clips and update_rule.is_clipped and folded is None:
-            for param in update_rule.params:
-                if param.grad is not None:
-                    name = getattr(param, NORM_GROUP, None)
-                    by_norm.setdefault(name, []).append(local_of(param.grad).detach())
+            for shard in update_rule.shards:
+                if shard.main is not None and shard.main.grad is not None:
+                    name = getattr(shard.main, NORM_GROUP, None)
+                    by_norm.setdefault(name, []).append(local_of(shard.main.grad).detach())
     for name, grads in by_norm.items():
         factor = factors[name]
         if name in applied:
@@ -244,5 +244,5 @@ def clipped(
     try:
         yield
     finally:
-        for update_rule in rules:
+        for update_rule in update_rules:
             update_rule.scale_gradients(None)
