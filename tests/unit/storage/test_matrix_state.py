@@ -20,7 +20,7 @@ BuildT = Callable[[list[Any], Any], Any]
 
 
 class RowNorms(torch.optim.Optimizer):
-    """A user's optimizer, whose state is one number per row and knows no fragments."""
+    """A user's optimizer, which knows no fragments: a number per row, and a count per group."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -28,12 +28,14 @@ class RowNorms(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
             for param in group["params"]:
                 norms = param.grad.norm(dim=tuple(range(1, param.dim())), keepdim=True)
                 if "norms" not in self.state[param]:
                     self.state[param]["norms"] = torch.zeros_like(norms)
                 mean = self.state[param]["norms"].lerp_(norms, 0.5)
-                param.sub_(param.grad / (mean + param.norm()), alpha=group["lr"])
+                rate = group["lr"] / group["count"]
+                param.sub_(param.grad / (mean + param.norm()), alpha=rate)
 
 
 def row_norms(groups: list[Any], config: Any) -> torch.optim.Optimizer:
