@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -28,6 +28,7 @@ from megatron_eopt.tools.plan.architectures import LEFT_OUT, Architecture, add_f
 from megatron_eopt.tools.plan.machine import MACHINES, Machine
 from megatron_eopt.tools.plan.model import SIZES, ParallelLayout
 from megatron_eopt.tools.plan.planning import Plan, plan
+from megatron_eopt.tools.plan.search import Found, layouts_of, search
 from megatron_eopt.tools.plan.tables import (
     Sources,
     as_dict,
@@ -35,7 +36,16 @@ from megatron_eopt.tools.plan.tables import (
     show_rates,
     show_sweep,
 )
-from megatron_eopt.tools.rates import MODES, TP_MODES, Scale, carried, suggested, weights_of
+from megatron_eopt.tools.rates import (
+    MODES,
+    TP_MODES,
+    Scale,
+    Weights,
+    carried,
+    factor_of_all,
+    suggested,
+    weights_of,
+)
 from megatron_eopt.tools.recipe import NAMES, Recipe, name_of, recipe
 
 
@@ -51,9 +61,13 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {
     "network": (float, "bytes/s that it sends to other nodes"),
     "capacity": (gibibytes, "size of its memory in GiB"),
     "gpus": (int, "GPUs per node (default: 8)"),
-    "efficiency": (float, "share of the peak that matrix products use (default: 0.6)"),
+    "efficiency": (float, "share of the peak that the step's products use (default: 0.6)"),
+    "utilization": (float, "share of the peak that both passes use (default: 0.4)"),
 }
 
+
+_LISTED = ("tensor", "pipeline", "expert", "expert_tensor")
+"""Sizes of which a sweep takes lists."""
 
 _TOKENS = 2**22
 """Tokens per step of models whose batch size is not known."""
@@ -67,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # building the optimizer logs its settings, which are not part of the answer
     logging.disable(logging.WARNING)
     try:
-        arguments = command_parser().parse_args(argv)
+        arguments, unknown = command_parser().parse_known_args(argv)
+        if unknown:
+            arguments.refuse(f"unrecognized arguments: {' '.join(unknown)}")
         if getattr(arguments, "model", None) is not None:
             # once more, with the recipe's settings as defaults, which flags override
             arguments = command_parser(recipe(arguments.model)).parse_args(argv)
@@ -101,13 +117,15 @@ def command_parser(published: Recipe | None = None) -> argparse.ArgumentParser:
         sizes.add_argument(f"--{short}", f"--{flag}", dest=field, type=int, metavar="N", help=text)
     _add_common(one, published)
     one.set_defaults(run=_plan)
-    text = "compare layouts of the same number of GPUs"
+    text = "find the layouts of some GPUs with the shortest iterations, or compare layouts"
     usage = "megatron-eopt sweep --ranks N [--model NAME] [--tp N ...] [--pp N ...] [FLAG ...]"
     many = commands.add_parser("sweep", usage=usage, help=text, description=_about(text))
-    sizes = many.add_argument_group("layouts (every combination of the sizes is planned)")
+    text = "layouts (without sizes, a search; with some, every combination, and 1 for the others)"
+    sizes = many.add_argument_group(text)
     sizes.add_argument("--ranks", type=int, required=True, metavar="N", help="number of GPUs")
-    for short, _, text in (SIZES[field] for field in ("tensor", "pipeline", "expert")):
-        sizes.add_argument(f"--{short}", type=int, nargs="+", default=[1], metavar="N", help=text)
+    for field in _LISTED:
+        short, _, text = SIZES[field]
+        sizes.add_argument(f"--{short}", dest=field, type=int, nargs="+", metavar="N", help=text)
     _add_common(many, published)
     many.set_defaults(run=_sweep)
     text = "show what a checkpoint contains and where it can be loaded"
@@ -122,7 +140,7 @@ def command_parser(published: Recipe | None = None) -> argparse.ArgumentParser:
     made.add_argument("--small", action="store_true", help="shrink the model for a test on a CPU")
     made.set_defaults(run=_recipe)
     text = "turn a learning rate between scale modes and tensor-parallel modes"
-    usage = "megatron-eopt rate RATE --from MODE --to MODE [--model NAME] [FLAG ...]"
+    usage = "megatron-eopt rate RATE --from MODE [--to MODE] [--model NAME] [FLAG ...]"
     rate = commands.add_parser("rate", usage=usage, help=text, description=f"{text.capitalize()}.")
     rate.add_argument("rate", type=float, metavar="RATE", help="learning rate of the old run")
     for side, what in (("from", "old"), ("to", "new")):
@@ -132,12 +150,14 @@ def command_parser(published: Recipe | None = None) -> argparse.ArgumentParser:
         rate.add_argument(f"--{side}-extra", type=float, default=1.0, metavar="X", help=extra)
         cut = f"--muon-tp-mode of the {what} run (default: duplicated, whole matrices)"
         rate.add_argument(f"--{side}-tp-mode", choices=TP_MODES, default="duplicated", help=cut)
-    rate.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size")
+    rate.add_argument("--tp", type=int, metavar="N", help="tensor-parallel size, for blockwise")
     text = f"recipe whose weights are converted: {', '.join(NAMES)}"
     rate.add_argument("--model", type=name_of, choices=NAMES, metavar="NAME", help=text)
     add_flags(rate)
     rate.add_argument("--json", action="store_true", help="print JSON instead of a table")
     rate.set_defaults(run=_rate)
+    for each in commands.choices.values():
+        each.set_defaults(refuse=each.error)
     return parser
 
 
@@ -159,6 +179,8 @@ def _add_common(parser: argparse.ArgumentParser, published: Recipe | None) -> No
         gpus.add_argument(f"--gpu-{name}", type=kind, metavar="X", help=text)
     text = "tokens per step (default: the recipe's batch, or 4194304), for an iteration's time"
     parser.add_argument("--tokens", type=int, metavar="N", help=text)
+    text = "sequences that a GPU computes at a time (default: 1)"
+    parser.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--optimizer", default="muon", help="matrix optimizer (default: muon)")
     add_arguments(parser)
@@ -181,8 +203,10 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield tell
 
 
-def _sources(arguments: argparse.Namespace, architecture: Architecture) -> Sources:
-    """Return the tokens of a step, and where they and the optimizer's settings come from."""
+def _sources(
+    arguments: argparse.Namespace, architecture: Architecture, machine: Machine
+) -> Sources:
+    """Return the tokens of a step, and where they and all else of a plan come from."""
     published = recipe(arguments.model) if arguments.model else None
     flags = published.flags if published else {}
     batch, length = flags.get("global-batch-size"), architecture.seq_length
@@ -201,7 +225,16 @@ def _sources(arguments: argparse.Namespace, architecture: Architecture) -> Sourc
     left_out = [text for flag, text in LEFT_OUT.items() if flags.get(flag)]
     left_out += published.left_out if published else ()
     optimizer = f"{where}: {of_recipe}" if of_recipe else "flags and recommended defaults"
-    return Sources(tokens, {"tokens": source, "optimizer": optimizer}, left_out)
+    check_integer("--micro-batch-size", arguments.micro_batch_size)
+    estimate = f"an estimate: {machine.utilization:.0%} of the peak (--gpu-utilization), 1F1B"
+    taken = {
+        "tokens": source,
+        "optimizer": optimizer,
+        "passes": f"{estimate}, sequence parallelism",
+        "activations": "an estimate: arXiv:2205.05198, fused attention, "
+        f"{arguments.micro_batch_size} sequences at a time (--micro-batch-size)",
+    }
+    return Sources(tokens, arguments.micro_batch_size, taken, left_out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,10 +246,33 @@ class _Request:
     config: EmergingOptimizerConfig
     sources: Sources
 
-    def plan(self, layout: ParallelLayout, tell: Callable[[str], None]) -> Plan:
+    def plan(self, layout: ParallelLayout, tell: Callable[[str], None] = lambda _: None) -> Plan:
         """Plan one layout."""
-        tokens = self.sources.tokens
-        return plan(self.architecture, layout, self.machine, self.config, tokens=tokens, tell=tell)
+        return plan(self.architecture, layout, self.machine, self.config, tell=tell, **self._batch)
+
+    def search(self, ranks: int) -> Found:
+        """Find the layouts with the shortest iterations."""
+        sequences = max(1, round(self.sources.tokens / self.architecture.seq_length))
+        layouts = layouts_of(
+            self.architecture, self.machine, ranks, sequences // self.sources.micro_batch
+        )
+        return search(
+            layouts,
+            self.architecture,
+            self.machine,
+            self.plan,
+            progress=_counted,
+            **self._batch,
+        )
+
+    @property
+    def _batch(self) -> dict[str, int]:
+        return {"tokens": self.sources.tokens, "micro_batch": self.sources.micro_batch}
+
+
+def _counted[T](layouts: Sequence[T]) -> Iterable[T]:
+    """Return layouts, and show on stderr how many are done, unless it is done in seconds."""
+    return tqdm(layouts, desc="layouts", delay=_SILENT)
 
 
 def _architecture(arguments: argparse.Namespace) -> Architecture:
@@ -237,7 +293,7 @@ def _request(arguments: argparse.Namespace) -> _Request:
     # a step's cost does not depend on the learning rate
     needed = {"lr": 1e-3, "bf16": True, "use_distributed_optimizer": True}
     config, _ = config_from_args(argparse.Namespace(**flags | needed))
-    return _Request(architecture, machine, config, _sources(arguments, architecture))
+    return _Request(architecture, machine, config, _sources(arguments, architecture, machine))
 
 
 def _layout(arguments: argparse.Namespace, sources: Sources) -> ParallelLayout:
@@ -264,28 +320,45 @@ def _plan(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _sweep(arguments: argparse.Namespace, console: Console) -> None:
-    plans: list[Plan] = []
-    errors: dict[str, ConfigurationError] = {}
     request = _request(arguments)
-    sizes = list(itertools.product(arguments.tp, arguments.pp, arguments.ep))
-    for tp, pp, ep in tqdm(sizes, desc="layouts", delay=_SILENT):
+    lists = [vars(arguments)[field] for field in _LISTED]
+    ranks = arguments.ranks
+    found = _listed(request, ranks, *lists) if any(lists) else request.search(ranks)
+    for sizes, reason in found.errors.items():
+        sys.stderr.write(f"left out: {sizes}: {reason}\n")
+    if arguments.json:
+        console.print_json(json.dumps([as_dict(item) for item in found.plans]))
+    else:
+        title = f"{request.architecture.name} on {ranks} x {arguments.gpu}"
+        show_sweep(found, title, request.machine.capacity, request.sources, console)
+
+
+def _listed(
+    request: _Request,
+    ranks: int,
+    tensor: list[int] | None,
+    pipeline: list[int] | None,
+    expert: list[int] | None,
+    expert_tensor: list[int] | None,
+) -> Found:
+    """Plan every combination of the sizes that are listed, in their order."""
+    found = Found()
+    inside: Sequence[int | None] = expert_tensor if expert_tensor else [None]
+    sizes = itertools.product(tensor or [1], pipeline or [1], expert or [1], inside)
+    for tp, pp, ep, etp in _counted(list(sizes)):
         try:
             check_integer("--tp x --pp", tp * pp)
-            if arguments.ranks % (tp * pp):
+            if ranks % (tp * pp):
                 rule = f"must be a multiple of tp x pp, here {tp} x {pp}"
-                raise ConfigurationError("--ranks", arguments.ranks, rule, "Choose other sizes")
-            layout = ParallelLayout(tp, pp, arguments.ranks // (tp * pp), ep)
-            plans.append(request.plan(layout, lambda _: None))
+                raise ConfigurationError("--ranks", ranks, rule, "Choose other sizes")
+            layout = ParallelLayout(tp, pp, ranks // (tp * pp), ep, etp)
+            found.plans.append(request.plan(layout))
         except ConfigurationError as error:
-            errors[f"tp {tp}, pp {pp}, ep {ep}"] = error
-    if not plans:
-        raise next(iter(errors.values()))
-    for sizes_text, reason in errors.items():
-        sys.stderr.write(f"left out: {sizes_text}: {reason}\n")
-    if arguments.json:
-        console.print_json(json.dumps([as_dict(item) for item in plans]))
-    else:
-        show_sweep(plans, arguments.gpu, request.sources, console)
+            found.errors[f"tp {tp}, pp {pp}, ep {ep}, etp {etp or tp}"] = error
+    if not found.plans:
+        raise next(iter(found.errors.values()))
+    found.unfit = sum(plan.spare <= 0 for plan in found.plans)
+    return found
 
 
 def _recipe(arguments: argparse.Namespace, _: Console) -> None:
@@ -303,24 +376,40 @@ def _recipe(arguments: argparse.Namespace, _: Console) -> None:
 
 def _rate(arguments: argparse.Namespace, console: Console) -> None:
     check_number("RATE", arguments.rate, above=0)
-    model = _architecture(arguments)
     old = Scale(vars(arguments)["from"], arguments.from_extra)
     new = Scale(arguments.to, arguments.to_extra)
-    with _progress() as tell:
-        tell(f"building one layer of each kind of {model.name}")
-        before, after = (
-            weights_of(model, arguments.tp, mode)
-            for mode in (arguments.from_tp_mode, arguments.to_tp_mode)
-        )
-    rates = {
-        name: carried(arguments.rate, old, new, before[name].block, weights.block)
-        for name, weights in after.items()
-    }
-    mean = suggested(rates, after)
+    modes = arguments.from_tp_mode, arguments.to_tp_mode
+    has_model = arguments.model is not None or arguments.num_layers is not None
+    same = len({mode == "blockwise" for mode in modes}) == 1
+    factor = None if has_model else factor_of_all(old, new, same=same)
+    if factor is None and "blockwise" in modes and arguments.tp is None:
+        rule = "is missing: blockwise computes the blocks of tensor-parallel ranks"
+        raise ConfigurationError("--tp", None, rule, "Pass the tensor-parallel size")
+    if factor is None and not has_model:
+        rule = "is missing: the new rate depends on the shapes of the model's matrices"
+        hint = "Pass a recipe's name, or the model in Megatron's flags (--num-layers and others)"
+        raise ConfigurationError("--model", None, rule, hint)
+    rates: dict[str, float] = {}
+    weights: dict[str, Weights] = {}
+    if factor is not None:
+        mean = arguments.rate * factor
+    else:
+        model = _architecture(arguments)
+        tensor = 1 if arguments.tp is None else arguments.tp
+        with _progress() as tell:
+            tell(f"building one layer of each kind of {model.name}")
+            blocks = {mode: weights_of(model, tensor, mode) for mode in {*modes, "duplicated"}}
+        before, weights = (blocks[mode] for mode in modes)
+        rates = {
+            name: carried(arguments.rate, old, new, before[name].block, one.block)
+            for name, one in weights.items()
+        }
+        # a matrix counts as a whole, whether ranks have blocks of it or all of it
+        mean = suggested(rates, blocks["duplicated"])
     if arguments.json:
         console.print_json(json.dumps({"rates": rates, "one_rate": mean}))
     else:
-        show_rates(rates, after, mean, console)
+        show_rates(rates, weights, mean, console)
 
 
 def _explain(arguments: argparse.Namespace, console: Console) -> None:

@@ -5,6 +5,7 @@ the root mean square ``1 / sqrt(max(m, n))``, and a scale mode multiplies it by 
 shape. In mode ``blockwise``, each tensor-parallel rank orthogonalizes and scales its own block.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -78,6 +79,20 @@ def carried(rate: float, old: Scale, new: Scale, block: Shape, new_block: Shape)
     return rate * old.rms(block) / new.rms(new_block)
 
 
+def factor_of_all(old: Scale, new: Scale, *, same: bool) -> float | None:
+    """Return what multiplies the rate of matrices of any shape; None if it depends on the shape.
+
+    Args:
+        old: The scale that rates belong to.
+        new: The other scale.
+        same: Whether both orthogonalize the same blocks.
+    """
+    shapes = ((1, 1), (1, 4), (4, 1))
+    pairs = zip(shapes, shapes, strict=True) if same else itertools.product(shapes, shapes)
+    factors = [carried(1.0, old, new, *pair) for pair in pairs]
+    return factors[0] if max(factors) < (1 + 1e-9) * min(factors) else None
+
+
 @dataclass(frozen=True)
 class Weights:
     """Matrices of one kind of weight."""
@@ -117,6 +132,6 @@ def weights_of(architecture: Architecture, tensor: int, mode: str) -> dict[str, 
 
 
 def suggested(rates: Mapping[str, float], weights: Mapping[str, Weights]) -> float:
-    """Return one rate for all weights: the geometric mean, by numbers of elements."""
+    """Return one rate for all weights: the geometric mean, by the elements of ``weights``."""
     total = sum(item.elements for item in weights.values())
     return math.exp(sum(math.log(rates[name]) * weights[name].elements for name in rates) / total)

@@ -34,8 +34,9 @@ def printed(*commands: list[str]) -> list[tuple[int, str, str]]:
 
 def test_plans_are_printed():
     plan = ["plan", *SMALL, "--dp", "4", "--muon-max-ranks-per-matrix", "1"]
-    # with tp 1, a rank needs 0.00078 GiB, with tp 2 0.00055
+    # with tp 1, a rank needs 0.00078 GiB, with tp 2 0.00055; activations of 8 tokens need little
     sweep = ["sweep", *SMALL, "--ranks", "4", "--tp", "1", "2", "8", "--gpu-capacity", "0.00065"]
+    sweep += ["--seq-length", "8"]
     one, data, many = run_ranks(1, printed, plan, [*plan, "--json"], sweep, cpu=False)[0]
     for words in ("on 4 x H100", "alltoall_base", "transient", "step, without gather", "are left"):
         assert words in one[1]
@@ -45,6 +46,42 @@ def test_plans_are_printed():
     assert "1 of 2 fit into 0.00065 GiB" in many[1]
     assert "that fit: tp 2" in many[1]
     assert one[0] == many[0] == 0
+
+
+MIXED = ["--num-experts", "4", "--moe-ffn-hidden-size", "32"]
+
+
+def test_a_sweep_without_sizes_searches_what_the_model_allows():
+    sweep = ["sweep", *SMALL, "--ranks", "4"]
+    little, mixed = [*sweep, "--gpu-capacity", "0.0001"], [*sweep, *MIXED, "--json"]
+    apart = ["sweep", *SMALL, *MIXED, "--ranks", "8", "--tp", "2", "--ep", "4", "--etp", "1", "2"]
+    found = run_ranks(1, printed, sweep, little, mixed, apart, cpu=False, timeout=200)[0]
+    assert [status for status, *_ in found] == [0] * 4, found
+    dense, unfit, data, (_, shown, left_out) = found
+    assert "The shortest iteration of those that fit: tp 1" in dense[1]
+    for words in ("tokens/s", "40% of the peak (--gpu-utilization)", "arXiv:2205.05198"):
+        assert words in " ".join(dense[1].split())
+    # tp 1, 2 and 4 with pp 1, 2
+    assert "5 of 5 fit into 80 GiB with their activations." in dense[1]
+    assert "0 of 5 fit into 0.0001 GiB" in unfit[1]
+    assert "Larger tp, pp or ep" in unfit[1]
+    plans = json.loads(data[1])
+    assert len(plans) == 10
+    seconds = [one["iteration_seconds"] for one in plans]
+    assert seconds == sorted(seconds)
+    assert {one["layout"]["expert"] for one in plans} > {1, 2}
+    # experts whose tensors are cut, too, need 2 x 4 ranks of each
+    assert "tp 2, pp 1, dp 4, ep 4, etp 1" in " ".join(shown.split())
+    assert "left out" not in left_out
+
+
+@pytest.mark.parametrize("command", ["plan", "sweep --ranks 4", "explain x", "recipe", "rate 1"])
+def test_an_unknown_flag_shows_the_usage_of_its_command(command, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*command.split(), "--unknown"])
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: megatron-eopt {command.split()[0]} ")
+    assert "unrecognized arguments: --unknown" in error
 
 
 SHORT = "--num-layers 16 --moe-layer-freq [0]*1+[1]*15 --num-experts 16 --hidden-size 256"
@@ -161,6 +198,12 @@ def test_what_a_step_does_is_counted():
         ("plan --model Llama-3-8B --gpu-efficiency 2", "efficiency=2.0: must be"),
         ("sweep --model Llama-3-8B --ranks 4 --tp 0", "--tp"),
         ("sweep --model Llama-3-8B --ranks 3 --tp 2", "must be a multiple"),
+        ("sweep --model Llama-3-8B --ranks 0", "--ranks=0"),
+        ("plan --model Llama-3-8B --gpu-utilization 2", "utilization=2.0: must be"),
+        ("plan --model Llama-3-8B --micro-batch-size 0", "--micro-batch-size"),
+        ("rate 0.02 --from shape_scaling", "--model=None: is missing"),
+        ("rate 0.02 --from shape_scaling --from-tp-mode blockwise", "--tp=None: is missing"),
+        ("rate 0.02 --from-tp-mode blockwise --model Llama-3-8B", "--tp=None: is missing"),
         ("explain nowhere", "nowhere"),
     ],
 )

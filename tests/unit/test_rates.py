@@ -12,6 +12,7 @@ from torch.optim._muon import _adjust_lr
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math import orthogonalize
 from megatron_eopt.math.orthogonalize import scale_factor
+from megatron_eopt.tools.command import main
 from megatron_eopt.tools.rates import MODES, Scale, carried
 from tests.harness import run_ranks
 from tests.unit.test_command import printed
@@ -82,6 +83,35 @@ def test_the_command_converts_the_rate_of_each_weight():
     names = {name for name in by_end if len(name) < 30}  # longer ones are folded
     assert any("[" in name for name in names)
     assert not [name for name in names if name not in shown[1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rate"),
+    [
+        ("3e-4 --from adamw", "6e-05"),
+        ("3e-4 --from adamw --to adamw_rms", "0.0003"),
+        ("3e-4 --from match_rms_adamw --to spectral --to-extra 0.5", "0.00012"),
+        ("2e-2 --from original --to shape_scaling --from-extra 3", "0.06"),
+        ("2e-2 --from spectral --from-tp-mode blockwise --to adamw_rms", "0.1"),
+    ],
+)
+def test_a_factor_of_all_shapes_needs_no_model(arguments, rate, capsys):
+    assert main(["rate", *arguments.split()]) == 0
+    assert capsys.readouterr().out == f"All updates stay the same with --muon-lr {rate}\n"
+
+
+@pytest.mark.parametrize("more", [[], ["--moe-shared-expert-intermediate-size", "32"]])
+def test_a_rate_that_goes_to_blocks_and_back_is_the_same(more):
+    way = ["rate", "0.02", *MODEL, *more, "--tp", "2", "--from", "shape_scaling", "--json"]
+    way += ["--to", "shape_scaling"]
+    ways = ([*way, f"--{side}-tp-mode", "blockwise"] for side in ("to", "from"))
+    there, back = (json.loads(text) for _, text, _ in run_ranks(1, printed, *ways, cpu=False)[0])
+    for name, rate in there["rates"].items():
+        assert rate * back["rates"][name] == pytest.approx(0.02**2), name
+        # a router is not cut
+        assert "router" not in name or rate == pytest.approx(0.02)
+    # means count each matrix as often, whether ranks have blocks of it or all of it
+    assert there["one_rate"] * back["one_rate"] == pytest.approx(0.02**2)
 
 
 def test_wrong_settings_are_refused():

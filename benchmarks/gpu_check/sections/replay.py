@@ -86,7 +86,7 @@ def replayed(job: Job) -> dict[str, Any]:
 def _as_dict(run: Run, planned: Plan) -> dict[str, Any]:
     return {
         "seconds": {"step": run.step, **run.parts},
-        "share_of_iteration": run.step / (run.step + planned.train_step),
+        "share_of_iteration": run.step / (run.step + planned.passes.seconds),
         "peak": run.peak,
         "elements": run.elements,
     }

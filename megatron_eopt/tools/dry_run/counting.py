@@ -56,11 +56,13 @@ _PHASES = {
     "megatron_eopt.optimizers.windows": "directions",
     "megatron_eopt.optimizers.exchange": "exchange",
     "megatron_eopt.optimizers": "update",
+    "megatron_eopt.contrib.spot_checks": "spot checks",
     "torch.optim": "update",
     "megatron_eopt.storage": "copies to the model",
     "megatron_eopt.wrappers.zero1.optimizer": "copies to the model",
     "megatron_eopt.wrappers.replicated": "copies to the model",
     "megatron_eopt.wrappers.dtensors": "copies to the model",
+    "megatron.core.distributed.param_and_grad_buffer": "copies to the model",
     "megatron.core.optimizer.optimizer._copy_main_params_to_model_params": "copies to the model",
     "megatron.core.optimizer.distrib_optimizer._copy_main_params": "copies to the model",
 }
@@ -70,6 +72,7 @@ _SENT = {
     "norm": "gradient norm",
     "exchange": "shared matrices",
     "orthogonalization": "shared matrices",
+    "update": "shared matrices",
     "copies to the model": "stepped weights",
 }
 """What collectives of a phase are for."""

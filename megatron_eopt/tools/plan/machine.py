@@ -11,7 +11,7 @@ class Machine:
     """A GPU and its links. Change numbers with :func:`dataclasses.replace`.
 
     Raises:
-        ConfigurationError: If a number is not positive, or the efficiency is above 1.
+        ConfigurationError: If a number is not positive, or a share of the peak is above 1.
     """
 
     flops: float  # peak FLOP/s, dense bfloat16
@@ -21,11 +21,12 @@ class Machine:
     capacity: float  # bytes of its memory
     gpus: int = 8  # GPUs per node
     efficiency: float = 0.6  # share of ``flops`` that matrix products use, at most 1
+    utilization: float = 0.4  # share of ``flops`` that forward and backward passes use, at most 1
     latency: float = 1e-5  # seconds before a collective begins to move data
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            at_most = 1 if name == "efficiency" else None
+            at_most = 1 if name in ("efficiency", "utilization") else None
             check_number(f"machine.{name}", value, above=0, at_most=at_most)
 
 

@@ -44,6 +44,10 @@ class ParallelLayout:
         for field in dataclasses.fields(self):
             check_integer(field.name, getattr(self, field.name))
 
+    def __str__(self) -> str:
+        sizes = {short: getattr(self, field) for field, (short, *_) in SIZES.items()}
+        return ", ".join(f"{short} {size}" for short, size in sizes.items() if short != "instances")
+
     @property
     def stage_size(self) -> int:
         """Ranks of one pipeline stage."""
@@ -204,6 +208,25 @@ def train_flops(architecture: Architecture, tokens: int) -> float:
     # this import must come after the device is chosen
     from megatron.training.training import num_floating_point_operations
 
+    sequences = tokens / architecture.seq_length
+    return float(num_floating_point_operations(trainer_args(architecture), sequences))
+
+
+def least_bytes(architecture: Architecture, layout: ParallelLayout) -> float:
+    """Return about how many bytes the weights and gradients of the fullest rank take."""
+    # this import must come after the device is chosen
+    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+
+    args = trainer_args(architecture)
+    for field, (_, flag, _) in SIZES.items():
+        setattr(args, flag.replace("-", "_"), getattr(layout, field))
+    # optimizer state on endlessly many ranks takes no memory of each
+    args.data_parallel_size = args.world_size = 2**60
+    return float(compute_weight_and_optimizer_memory(args))
+
+
+def trainer_args(architecture: Architecture) -> SimpleNamespace:
+    """Return Megatron's arguments of a model, as far as its formulas need them."""
     layers = vars(transformer_config(architecture, ParallelLayout()))
     flags = {
         "seq_length": architecture.seq_length,
@@ -211,7 +234,8 @@ def train_flops(architecture: Architecture, tokens: int) -> float:
         "swiglu": layers["gated_linear_unit"],
         "num_experts": layers["num_moe_experts"],
         "group_query_attention": not layers["multi_latent_attention"],
+        "untie_embeddings_and_output_weights": architecture.untied,
+        "use_distributed_optimizer": True,
         "hybrid_layer_pattern": None,
     }
-    args = SimpleNamespace(**layers | flags)
-    return float(num_floating_point_operations(args, tokens / architecture.seq_length))
+    return SimpleNamespace(**layers | flags)

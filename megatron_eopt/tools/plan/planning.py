@@ -36,16 +36,13 @@ from megatron_eopt.tools.plan.model import (
     build_stage,
     stage_kinds,
     stages,
-    train_flops,
 )
+from megatron_eopt.tools.plan.passes import Passes, passes
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 from megatron_eopt.wrappers.memory import Memory
 
 _AS_BUSY = 0.999
 """A rank with at least this share of the busiest rank's FLOPs counts as equally busy."""
-
-_UTILIZATION = 0.4
-"""Share of the GPUs' peak FLOP/s that the forward and backward pass use."""
 
 
 @dataclass(frozen=True)
@@ -110,19 +107,34 @@ class Plan:
     # of the ranks that compute most in their stage, the one with the most memory, and its memory
     fullest: tuple[int, Memory]
     tokens: int  # tokens per global batch
-    train_step: float  # predicted seconds of the forward and backward pass
+    passes: Passes  # estimated forward and backward passes
     capacity: float  # bytes of a GPU's memory
     checks: Checks | None  # what spot checks add, if they are on
 
     @property
     def share(self) -> float:
         """The optimizer step's share of an iteration's time, without the all-gather."""
-        return self.times.step / (self.times.step + self.train_step)
+        return self.times.step / (self.times.step + self.passes.seconds)
 
     @property
     def left(self) -> float:
         """Bytes that the fullest rank has left for activations; negative if it does not fit."""
         return self.capacity - self.fullest[1].total
+
+    @property
+    def spare(self) -> float:
+        """Bytes that activations leave, by their estimate; negative if they do not fit."""
+        return self.left - self.passes.activations
+
+    @property
+    def iteration(self) -> float:
+        """Seconds of an iteration: its passes, the optimizer's step and the all-gather."""
+        return self.passes.seconds + self.times.tail
+
+    @property
+    def throughput(self) -> float:
+        """Tokens a second of all ranks."""
+        return self.tokens / self.iteration
 
 
 def plan(
@@ -132,6 +144,7 @@ def plan(
     config: EmergingOptimizerConfig,
     *,
     tokens: int,
+    micro_batch: int = 1,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Dry-run the busiest rank's optimizer step and predict its time. Needs no GPU.
@@ -142,6 +155,7 @@ def plan(
         machine: The GPU and its links.
         config: The optimizer; it must use the distributed optimizer.
         tokens: Tokens per global batch.
+        micro_batch: Sequences that a rank computes at a time.
         tell: Gets a sentence when another part of the work begins.
 
     Raises:
@@ -157,8 +171,11 @@ def plan(
     memory = busiest.report.memory
     if fullest is not worst:
         memory = runs.memory(fullest.busiest)
+    room = machine.capacity - memory.total
     with dry_world(0, layout.world_size):
-        operations = train_flops(architecture, tokens)
+        estimate = passes(
+            architecture, layout, machine, tokens=tokens, micro_batch=micro_batch, room=room
+        )
     return Plan(
         architecture=architecture,
         layout=layout,
@@ -169,7 +186,7 @@ def plan(
         adam=runs.adam_of(worst.busiest),
         fullest=(fullest.busiest, memory),
         tokens=tokens,
-        train_step=operations / (layout.world_size * machine.flops * _UTILIZATION),
+        passes=estimate,
         capacity=machine.capacity,
         checks=busiest.checks,
     )

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +10,7 @@ from rich.table import Table
 
 from megatron_eopt.tools.plan.cost import bytes_sent
 from megatron_eopt.tools.plan.planning import Checks, Plan
+from megatron_eopt.tools.plan.search import AS_SHORT, Found
 from megatron_eopt.tools.rates import Weights
 from megatron_eopt.wrappers.memory import Memory
 
@@ -22,6 +23,7 @@ class Sources:
     """What a plan is based on."""
 
     tokens: int  # tokens per step
+    micro_batch: int  # sequences that a GPU computes at a time
     taken: dict[str, str]  # where tokens, layout and optimizer come from
     left_out: list[str]  # what the model has that the plan leaves out
 
@@ -54,6 +56,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         },
         "fullest_rank": {"rank": plan.fullest[0], "memory": asdict(plan.fullest[1])},
         "left_for_activations": plan.left,
+        "left_beside_activations": plan.spare,
         "counted": {
             "elements": report.elements,
             "bytes_per_element": report.bytes_per_element,
@@ -61,11 +64,17 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "in_all": asdict(report.total),
         },
         "spot_checks": _checks(plan.checks),
-        "seconds": {**asdict(plan.times), "step": plan.times.step, "train_step": plan.train_step},
+        "seconds": {
+            **asdict(plan.times),
+            "step": plan.times.step,
+            "train_step": plan.passes.seconds,
+        },
+        "estimated_passes": asdict(plan.passes),
         "share_of_iteration": plan.share,
-        "iteration_seconds": plan.train_step + plan.times.tail,
+        "iteration_seconds": plan.iteration,
+        "tokens_per_second": plan.throughput,
         "adam_seconds": plan.adam.step,
-        "adam_iteration_seconds": plan.train_step + plan.adam.tail,
+        "adam_iteration_seconds": plan.passes.seconds + plan.adam.tail,
     }
 
 
@@ -77,21 +86,23 @@ def _checks(checks: Checks | None) -> dict[str, Any] | None:
 
 def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
     """Print what a plan is based on, and its tables."""
-    cuts = plan.layout
-    console.print(
-        f"{plan.architecture.name} on {cuts.world_size} x {gpu}: tp {cuts.tensor}, "
-        f"pp {cuts.pipeline}, dp {cuts.data}, ep {cuts.expert}, etp {cuts.expert_tensor}"
-    )
+    size = plan.layout.world_size
+    console.print(f"{plan.architecture.name} on {size} x {gpu}: {plan.layout}")
     _show_sources(sources, console)
     fullest, most = plan.fullest
     whose = (
         "computes most, and holds" if fullest == plan.rank else f"computes most; {fullest} holds"
     )
-    left = plan.left / _GIB
+    left, passes = plan.left / _GIB, plan.passes
     room = f"{left:.2f} are left for activations" if left > 0 else "it does NOT fit"
     console.print(
         f"Rank {plan.rank} {whose} most memory: {_gib(most):.2f} of {plan.capacity / _GIB:g} GiB "
         f"without activations; {room}"
+    )
+    fits = "" if plan.spare > 0 else ", so they do NOT fit"
+    console.print(
+        f"Activations are estimated at {passes.kept / _GIB:.2f} GiB, or "
+        f"{passes.recomputed / _GIB:.2f} with full recomputation{fits}"
     )
     # estimates rank stages; the FLOPs are those that are counted below
     largest = max(max(stage.loads.max() for stage in plan.stages), 1.0)
@@ -156,38 +167,55 @@ def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
     _print(console, "Memory in GiB", ("kind", *(f"rank {rank}" for rank in memories)), rows)
     rows = [(name, _ms(seconds)) for name, seconds in asdict(times).items()]
     rows += [("step, without gather", _ms(times.step))]
-    rows += [("share of an iteration", f"{plan.share:.2%}")]
     rows += [("Adam's step", _ms(plan.adam.step)), ("Adam's tail", _ms(plan.adam.tail))]
     _print(console, f"Predicted for {gpu}", ("", "ms"), rows)
+    how = " with full recomputation" if passes.recomputes else ""
+    seconds = {
+        f"compute{how}": passes.compute,
+        "traffic": passes.traffic,
+        "pipeline bubble": passes.bubble,
+        "optimizer's tail": times.tail,
+        "iteration": plan.iteration,
+    }
+    rows = [(name, f"{_ms(each)} ms") for name, each in seconds.items()]
+    rows += [("share of the step", f"{plan.share:.2%}")]
+    rows += [("tokens a second", f"{plan.throughput:,.0f}")]
+    _print(console, "Iteration", ("", "estimate"), rows)
 
 
-def show_sweep(plans: Sequence[Plan], gpu: str, sources: Sources, console: Console) -> None:
-    """Print what plans are based on, and a table with one line for each."""
+def show_sweep(
+    found: Found, title: str, capacity: float, sources: Sources, console: Console
+) -> None:
+    """Print what plans are based on, a table with one line for each, and which to choose."""
     _show_sources(sources, console)
     rows = [
         (
-            *(str(size) for size in (plan.layout.tensor, plan.layout.pipeline, plan.layout.data)),
-            str(plan.layout.expert),
-            _flops(plan.report.total.flops),
-            _ms(plan.times.step),
-            f"{plan.share:.2%}",
+            *(str(size) for size in astuple(plan.layout)[:5]),
+            f"{1e3 * plan.times.step:.1f}",
+            f"{plan.iteration:.2f}",
+            f"{plan.throughput:,.0f}",
             f"{_gib(plan.fullest[1]):.1f}",
-            f"{plan.left / _GIB:.1f}" if plan.left > 0 else "no",
+            f"{plan.passes.activations / _GIB:.1f}{'r' if plan.passes.recomputes else ''}",
+            f"{plan.spare / _GIB:.1f}" if plan.spare > 0 else "no",
         )
-        for plan in plans
+        for plan in found.plans
     ]
-    columns = ("tp", "pp", "dp", "ep", "TFLOP", "step ms", "of an iteration", "GiB", "left")
-    title = f"{plans[0].architecture.name} on {plans[0].layout.world_size} x {gpu}, busiest ranks"
-    _print(console, title, columns, rows)
-    fitting = [plan for plan in plans if plan.left > 0]
+    columns = ("tp", "pp", "dp", "ep", "etp", "step", "iter.", "tokens/s", "memory", "act.", "left")
+    if rows:
+        _print(console, f"{title}: step in ms, iteration in s, memory in GiB", columns, rows)
+    if any(plan.passes.recomputes for plan in found.plans):
+        console.print("r: with full recomputation; activations would not fit without it.")
+    number = sum(plan.spare > 0 for plan in found.plans)
+    more = f"; {found.longer} others take longer" if found.longer else ""
     console.print(
-        f"{len(fitting)} of {len(plans)} fit into {plans[0].capacity / _GIB:g} GiB, without "
-        "activations. Forward and backward passes are assumed equally fast."
+        f"{number} of {number + found.unfit} fit into {capacity / _GIB:g} GiB with their "
+        f"activations{more}."
     )
-    if fitting:
-        best = min(fitting, key=lambda plan: plan.times.step)
-        cuts = f"tp {best.layout.tensor}, pp {best.layout.pipeline}, ep {best.layout.expert}"
-        console.print(f"The shortest step of those that fit: {cuts}")
+    if found.best is not None:
+        console.print(
+            f"The shortest iteration of those that fit: {found.best.layout} (of layouts within "
+            f"{AS_SHORT - 1:.0%}, the one with most room for activations)"
+        )
     else:
         console.print("Larger tp, pp or ep, or more GPUs, need less memory on each.")
 
@@ -195,7 +223,7 @@ def show_sweep(plans: Sequence[Plan], gpu: str, sources: Sources, console: Conso
 def show_rates(
     rates: Mapping[str, float], weights: Mapping[str, Weights], mean: float, console: Console
 ) -> None:
-    """Print the new rate of each kind of weight, and one for all."""
+    """Print the new rate of each kind of weight, if it depends on it, and one for all."""
     rows = [
         (
             name.rpartition("layers.*.")[2],
@@ -205,8 +233,9 @@ def show_rates(
         )
         for name, rate in rates.items()
     ]
-    _print(console, "New rates", ("weight", "matrix", "rate", "lr_mult"), rows)
-    spread = max(rates.values()) / min(rates.values())
+    if rows:
+        _print(console, "New rates", ("weight", "matrix", "rate", "lr_mult"), rows)
+    spread = max(rates.values(), default=1.0) / min(rates.values(), default=1.0)
     if spread < 1 + 1e-9:
         console.print(f"All updates stay the same with --muon-lr {mean:.4g}")
         return

@@ -178,8 +178,32 @@ def test_collectives_know_where_their_ranks_are():
     assert gathered == {(4, 0, 3), (2, experts, experts + 2)}
 
 
+PURPOSES = {
+    "gradient norm",
+    "matrices to owners and back",
+    "shared matrices",
+    "spot checks",
+    "stepped weights",
+}
+USES = {
+    "adaptive": {"optimizer": "adaptive_muon", "muon_check_fraction": 0.5},
+    "overlap": {"muon_overlap_dp_comm": True},
+    "teams": {"muon_tp_mode": "distributed", "muon_max_ranks_per_matrix": 8},
+    "soap": {"optimizer": "soap"},
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_collectives_say_what_they_are_for(use):
+    found = in_a_process(HALVED, replace(CUT, pipeline=1, expert=2), **USES[use])
+    calls = found["busiest_rank"]["collectives"]
+    assert {call["purpose"] for call in calls} <= PURPOSES
+    assert {"gradient norm", "stepped weights"} <= {call["purpose"] for call in calls}
+
+
 def test_a_machine_needs_positive_numbers():
-    for name, value in {"link": 0.0, "memory": -1.0, "efficiency": 1.5}.items():
+    numbers = {"link": 0.0, "memory": -1.0, "efficiency": 1.5, "utilization": 1.5}
+    for name, value in numbers.items():
         with pytest.raises(ConfigurationError, match=rf"machine\.{name}={value}"):
             replace(MACHINES["H100"], **{name: value})
 

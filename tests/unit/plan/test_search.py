@@ -1,0 +1,98 @@
+"""A search finds what planning all layouts would find."""
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.tools.plan import search as searching
+from megatron_eopt.tools.plan.architectures import Architecture
+from megatron_eopt.tools.plan.machine import MACHINES
+from megatron_eopt.tools.plan.model import ParallelLayout, least_bytes
+from megatron_eopt.tools.plan.planning import Plan, plan
+from megatron_eopt.tools.plan.search import layouts_of, search
+from megatron_eopt.tools.recipe import NAMES, recipe
+from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
+from tests.unit.plan.test_model import DENSE, LATENT, MIXED, changed
+
+BATCH: dict[str, Any] = {"tokens": 64 * DENSE.seq_length, "micro_batch": 1}
+
+MODELS = {
+    # three layers: stages are uneven
+    "dense": DENSE,
+    "few groups": changed(DENSE, num_layers=4, num_query_groups=1),
+    "experts": MIXED,
+    "latent": changed(MIXED, **LATENT, qk_layernorm=True),
+}
+
+
+def compared(architecture: Architecture, share: float) -> dict[str, Any]:
+    """Return what all layouts of 4 GPUs need and take, and which of them a search finds."""
+    dist.destroy_process_group()
+    how: dict[str, Any] = {"optimizer": "muon", "lr": 0.01, "bf16": True}
+    config = EmergingOptimizerConfig(**how, use_distributed_optimizer=True)
+    layouts = layouts_of(architecture, MACHINES["H100"], 4, 64)
+    whole = plan(architecture, ParallelLayout(data=4), MACHINES["H100"], config, **BATCH)
+    machine = replace(
+        MACHINES["H100"], capacity=share * (whole.fullest[1].total + whole.passes.recomputed)
+    )
+    planned: list[ParallelLayout] = []
+
+    def noted(layout: ParallelLayout) -> Plan:
+        planned.append(layout)
+        return plan(architecture, layout, machine, config, **BATCH)
+
+    with patch.object(searching, "SHOWN", 3):
+        found = search(layouts, architecture, machine, noted, progress=lambda it: it, **BATCH)
+    all_plans = []
+    for layout in layouts:
+        try:
+            all_plans.append(plan(architecture, layout, machine, config, **BATCH))
+        except ConfigurationError:
+            assert layout in planned or found.longer
+    for one in all_plans:
+        memory = one.fullest[1]
+        assert least_bytes(architecture, one.layout) < memory.total
+    fitting = sorted((p.iteration, str(p.layout)) for p in all_plans if p.spare > 0)
+    counts = (len(found.plans), found.unfit, found.longer, len(found.errors))
+    assert sum(counts) == len(layouts)
+    best = found.best and (found.best.spare, found.best.iteration)
+    near = [p.spare for p in found.plans if p.iteration <= fitting[0][0] * 1.01]
+    return {
+        "all": fitting,
+        "found": [(p.iteration, str(p.layout)) for p in found.plans],
+        "best": best,
+        "near": near,
+    }
+
+
+@pytest.mark.parametrize("share", [1.5, 0.6])
+@pytest.mark.parametrize("name", mostly_long(MODELS, "dense", "experts"))
+def test_a_search_finds_the_shortest_of_all_that_fit(name, share):
+    result = run_ranks(1, compared, MODELS[name], share, cpu=False, timeout=300)[0]
+    seconds = [seconds for seconds, _ in result["all"]]
+    assert [seconds for seconds, _ in result["found"]] == seconds[:3]
+    assert result["best"][0] == max(result["near"])
+    assert result["best"][1] <= 1.01 * seconds[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layouts_of_published_models(name):
+    model, experts = recipe(name).architecture(), 1
+    found = layouts_of(model, MACHINES["H100"], 512, 1024)
+    assert len(found) == len(set(found))
+    for layout in found:
+        assert layout.world_size == 512
+        assert 1024 % layout.data == 0
+        assert layout.tensor * layout.data % (layout.expert * layout.expert_tensor) == 0
+        assert layout.expert_tensor in (1, layout.tensor)
+        experts = max(experts, layout.expert)
+    assert {layout.tensor for layout in found} == {1, 2, 4, 8}
+    # layers need not divide evenly: 61 layers of DeepSeek-V3 on 2 stages
+    assert {1, 2, 4} <= {layout.pipeline for layout in found}
+    assert (experts > 1) == model.moe_layers[-1]
