@@ -310,7 +310,8 @@ def of_sections(sections: dict[str, Any]) -> str:
     rows = [
         [name, found["status"], *(found["problems"] or [found["headline"]])]
         for name, found in sections.items()
-        if name not in ("step", "replay", "newton_schulz")  # these have tables of their own
+        # these have tables of their own, and captured steps are gone
+        if name not in ("step", "replay", "newton_schulz", "cuda_graph")
     ]
     return table("check | result | found", rows)
 

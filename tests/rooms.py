@@ -19,7 +19,7 @@ OUTSIDE = {
         " functional/test_recipes.py functional/test_rates.py",
     ),
     "testing": (
-        "megatron_eopt/testing megatron_eopt/extending.py CONTRIBUTING.md",
+        "megatron_eopt/testing megatron_eopt/extending.py examples/cautious_muon.py",
         "unit/test_conformance.py unit/test_contributed.py",
     ),
     "contrib": (

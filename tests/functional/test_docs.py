@@ -186,14 +186,16 @@ def test_the_figures_are_what_the_scripts_draw(name, tmp_path):
 
 
 EXAMPLE = ROOT / "examples" / "my_optimizer.py"
+VARIANT = ROOT / "examples" / "cautious_muon.py"
 
 
-def test_extending_shows_the_example_as_it_is():
-    text = EXAMPLE.read_text()
+@pytest.mark.parametrize(("example", "lines"), [(EXAMPLE, 30), (VARIANT, 60)])
+def test_extending_shows_the_examples_as_they_are(example, lines):
+    text = example.read_text()
     assert text in (
         block for _, block in blocks((ROOT / "docs/how_to/extending.md").read_text(), "python")
     )
-    assert len(text.splitlines()) <= 30
+    assert len(text.splitlines()) <= lines
 
 
 def _train_with_the_example(distributed: bool) -> tuple[list[float], bool]:

@@ -164,11 +164,13 @@ def test_muon_takes_over_a_checkpoint_of_adam_in_an_own_loop(tmp_path):
 
 
 def test_an_own_optimizer_is_compared(tmp_path):
-    """extending.md: the example trains by its flag, and is in the table."""
+    """extending.md: the examples train by their flags, and the first is in the table."""
     train, compare = commands("extending.md", r"--import examples/my_optimizer\.py")
     small = "--num-layers 1 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4"
     small += " --num-query-groups 4"
-    assert "Held-out loss" in run(train, tmp_path, f"--steps 8 {small}")
+    (variant,) = commands("extending.md", r"--import examples/cautious_muon\.py")
+    for command in (train, variant):
+        assert "Held-out loss" in run(command, tmp_path, f"--steps 8 {small}")
     more = f"--steps 10 --seeds 1 --lr muon=1e-3 sign_per_matrix=1e-3 --out {tmp_path}/compare"
     assert re.search(r"sign_per_matrix .*\d\.\d", run(compare, tmp_path, f"{more} {small}"))
 

@@ -3,7 +3,7 @@
 All steps have the same gradient, so state tends to a value that shows what it means: a mean to the
 gradient, a sum to a multiple of it, a mean of normalized gradients to ones. Writers are all
 optimizers of this package, and all classes of torch, timm, transformers, megatron-core and
-emerging-optimizers. The table of pairs in docs/how_to/checkpoints.md is written by
+emerging-optimizers. The table of pairs in docs/reference/changing_optimizers.md is written by
 ``python -m tests.unit.fsdp2.test_other_optimizers``.
 """
 
@@ -39,7 +39,7 @@ from tests.harness.writers import DECAY, STEPS, classes, gradient, made, train, 
 from tests.unit.fsdp2.model import eager
 
 NAMES = optimizer_names()
-PAGE = Path(__file__).parents[3] / "docs/how_to/checkpoints.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/changing_optimizers.md"
 NO_NAMES = {"timm.optim.Lookahead", "torch.optim.LBFGS", "torch.optim.SparseAdam"}
 NO_NAMES |= {"emerging_optimizers.PSGDPro"}
 """Classes whose state torch's functions cannot name or flatten."""
