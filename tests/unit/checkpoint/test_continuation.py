@@ -20,6 +20,7 @@ from megatron_eopt.checkpoint.continuation import (
     of_other_weights,
     shortened,
 )
+from megatron_eopt.checkpoint.saved_groups import steps_of
 
 MOMENTS = {"exp_avg", "exp_avg_sq"}
 NOTHING = frozenset()
@@ -332,3 +333,24 @@ def test_equal_notes_are_one_line_and_a_warning_if_nobody_asks_for_it(caplog):
         ("WARNING", "optimizer state: is old"),
         ("INFO", "optimizer state: is asked: 1 parameter(s): a"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "steps"),
+    [
+        # of several groups, the largest count
+        (["muon/dense/a", "muon/dense/b"], 5),
+        (["muon/dense/b"], 3),
+        # a group that continues none counts as others of its optimizer
+        (["adam/dense/new"], 7),
+        (["sgd/dense/new"], 9),
+    ],
+)
+def test_groups_go_on_with_the_steps_of_those_that_they_continue(groups, steps):
+    saved = [
+        {"group_id": "muon/dense/a", "params": [], "step": 5},
+        {"group_id": "muon/dense/b", "params": [], "step": 3},
+        {"optimizer": "adam", "params": [], "wd_mult": 0.0, "step": 7},
+    ]
+    own = [{"group_id": name, "params": [], "wd_mult": 1.0} for name in groups]
+    assert steps_of(own, saved, 9) == steps

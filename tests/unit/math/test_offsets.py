@@ -89,7 +89,7 @@ def test_passes_over_large_tensors(memory):
         # all passes find their elements alike
         programs = torch.tensor([[0], [BEYOND // 2048]], dtype=torch.int32)
         table = torch.tensor([2 * BEYOND, weights.data_ptr(), 0, updates.data_ptr()])
-        types = (kernels._TYPES[F16], None, kernels._TYPES[F16])
+        types = (kernels.TYPES[F16], None, kernels.TYPES[F16])
         kernels.update[(1,)](programs, table, 1, None, (0.0, 2.0, 0.0), types, False)
     assert torch.equal(weights[block], weight + 2 * update)
 

@@ -235,6 +235,7 @@ LATE: dict[str, tuple[bool, dict[str, Any]]] = {
         [*((case, math.nan) for case in LATE), ("sharded, fp32", math.inf)],
         ("replicated, bf16", math.nan),
         ("bf16 gradients", math.nan),
+        ("NorMuon", math.nan),
         ("momentum in int8", math.nan),
         ("off-loaded", math.nan),
     ),
