@@ -9,7 +9,7 @@ from torch.optim.optimizer import (
 )
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.config.registry import optimizer_names
+from megatron_eopt.config.registry import EmergingOptimizerEntry, optimizer_names, registered
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import config, make_model, set_gradients
@@ -115,3 +115,29 @@ def test_state_without_values_is_named():
     _, following = built()
     with pytest.raises(ConfigurationError, match=r"weight: momentum_buffer is on the meta device"):
         following.load_state_dict(saved)
+
+
+class Counting(torch.optim.SGD):
+    """Counts steps in its groups, as other packages' fused Adam does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["rounds"] = group.get("rounds", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_an_optimizer_writes_to_its_groups_stays_there(dtype):
+    # it steps float32 copies of weights of 16 bits, in groups of their own
+    entry = EmergingOptimizerEntry(
+        Counting, state_layout="element_wise", init_state_fn=lambda *_: None
+    )
+    with registered("counting", entry):
+        model = make_model(dtype=dtype)
+        optimizer = build_optimizer(model, config("counting"))
+        for step in range(2):
+            set_gradients(model, step)
+            optimizer.step()
+    counts = {g["optimizer"]: g.get("rounds") for g in optimizer.param_groups if g["params"]}
+    assert counts.pop("counting") == 2
+    assert set(counts.values()) <= {None}
