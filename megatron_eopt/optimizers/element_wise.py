@@ -101,7 +101,7 @@ class ElementWiseRule(UpdateRule):
         self.fuses_grad_scale = self.fits_beside = self.one_pass is not None
         self._init_state_fn = init_state_fn
         self._config = config
-        if isinstance(optimizer, torch.optim.Adam) and not isinstance(optimizer, _InOnePass):
+        if isinstance(optimizer, torch.optim.Adam) and self.one_pass is None:
             # a hook, because megatron-core's wrappers step it, too
             optimizer.register_step_pre_hook(_add_maxima)
 

@@ -221,13 +221,13 @@ class MuonRule(UpdateRule):
         nesterov: bool,
     ) -> dict[int, Tensor]:
         """Mix gradients into ``momenta``, and return directions; see ``_directions``."""
-        sent = self.exchange.dtype
+        sent, places = self.exchange.dtype, outs or {}
         directions: dict[int, Tensor] = {}
         for group, members in _by_group(items.values()):
             written: list[Tensor | None] = []
             sums: list[Tensor | None] = []
             for item in members:
-                momentum, place = momenta[item.number], (outs or {}).get(item.number)
+                momentum, place = momenta[item.number], places.get(item.number)
                 rounds = outs is not None and sent.itemsize < momentum.dtype.itemsize
                 dtype = sent if rounds else momentum.dtype
                 out = squares = None
