@@ -231,13 +231,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def plan(self) -> Sequence[MuonRule]:
         """Return the rules that update the groups; collective if there are new parameters.
 
-        Where parameters have only moved or left, the rules stay, because a storage refers to them.
+        Where parameters or groups have only moved or left, the rules stay, because a storage
+        refers to them.
         """
         wanted = ids_of(self.param_groups)
         if self._planned and wanted == [[id(s.main) for s in its] for its in self._planned]:
             return self._update_rules
         known = {id(shard.main): shard for rule in self._update_rules for shard in rule.shards}
-        if len(wanted) == len(self._planned) and known.keys() >= set(chain(*wanted)):
+        if self._planned and known.keys() >= set(chain(*wanted)):
             self._planned = [[known[its] for its in group] for group in wanted]
             for update_rule in self._update_rules:
                 update_rule.attach(self.param_groups)
