@@ -9,7 +9,7 @@ Note [Off-loading by waves]
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -239,17 +239,6 @@ class HostMemory:
         # code that loads a state dict may have put another tensor in its place
         alike = (home.shape, home.dtype) == (value.shape, value.dtype)
         return alike and home.device.type == "cpu" and (home.is_pinned() or not self._pinned)
-
-
-def on_device(
-    memories: Iterable[HostMemory | None], collect: Callable[..., None], *args: Any
-) -> None:
-    """Call ``collect`` while off-loaded weights can get gradients on the device."""
-    with ExitStack() as stack:
-        for memory in memories:
-            if memory is not None:
-                stack.enter_context(memory.stood_in_for())
-        collect(*args)
 
 
 def _stream(device: torch.device) -> Any:

@@ -17,7 +17,6 @@ from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.element_wise import ElementWiseRule
 from megatron_eopt.optimizers.exchange import ExchangeConfig
-from megatron_eopt.optimizers.host_memory import on_device
 from megatron_eopt.optimizers.muon import declared_split
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
 from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule, bind
@@ -149,12 +148,6 @@ def _storage(
         live[number].extend(item.groups())
     if sharding.settings.offload_fraction:
         off_load(composite, sharding.settings)
-        # torch refuses a gradient on another device than its tensor, which may be off-loaded
-        storage.collect_gradients = functools.partial(  # type: ignore[method-assign]
-            on_device,
-            [update_rule.host for update_rule in composite.update_rules],
-            storage.collect_gradients,
-        )
     return storage
 
 

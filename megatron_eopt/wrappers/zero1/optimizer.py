@@ -1,6 +1,7 @@
 """Megatron's distributed optimizer over fragments of its flat buffers."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -128,19 +129,24 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
     @torch.no_grad()
     def collect_gradients(self, shards: Iterable[ParamShard] | None = None) -> None:
         """Hand this step's gradients to the stepped tensors, all or those of some shards."""
-        for shard in self.shards if shards is None else shards:
-            param, main = shard.param, shard.main
-            grad: Any = getattr(param, "main_grad", None)
-            if grad is None or not grad.is_contiguous():
-                # without DDP, torch's own attribute has the gradient
-                grad = param.grad if grad is None else grad
-                main.grad = None if grad is None else shard.held_of(grad).float()
-                continue
-            known = self._gradients.get(param)
-            if known is None or known[0] is not grad or known[1] != address_of(grad):
-                known = (grad, address_of(grad), shard.held_of(grad))
-                self._gradients[param] = known
-            main.grad = known[2].float()
+        with ExitStack() as stack:
+            for item in self.assigned:
+                if (host := item.rule.host) is not None:
+                    # torch refuses a gradient on another device than its tensor
+                    stack.enter_context(host.stood_in_for())
+            for shard in self.shards if shards is None else shards:
+                param, main = shard.param, shard.main
+                grad: Any = getattr(param, "main_grad", None)
+                if grad is None or not grad.is_contiguous():
+                    # without DDP, torch's own attribute has the gradient
+                    grad = param.grad if grad is None else grad
+                    main.grad = None if grad is None else shard.held_of(grad).float()
+                    continue
+                known = self._gradients.get(param)
+                if known is None or known[0] is not grad or known[1] != address_of(grad):
+                    known = (grad, address_of(grad), shard.held_of(grad))
+                    self._gradients[param] = known
+                main.grad = known[2].float()
 
     # megatron-core's wrapper calls it by this name, if a member of a chain steps alone
     _copy_model_grads_to_main_grads = collect_gradients

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_eopt.optimizers import host_memory
-from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings, on_device
+from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings
 
 
 def waves(arriving, run, batches=()):
@@ -263,12 +263,13 @@ def test_weights_have_a_shape_and_no_memory_while_they_get_gradients():
     home = weight.data_ptr()
     seen = []
 
-    def collect():
-        seen.append((weight.shape, weight.dtype, weight.stride(), other.stride()))
-        raise KeyError
+    def fail():
+        with memory.stood_in_for():
+            seen.append((weight.shape, weight.dtype, weight.stride(), other.stride()))
+            raise KeyError
 
     with pytest.raises(KeyError):
-        on_device([None, memory], collect)
+        fail()
     assert seen == [((4,), torch.float32, (0,), (1,))]
     assert weight.data_ptr() == home
 

@@ -9,6 +9,7 @@ import torch
 from torch import distributed
 
 from megatron_eopt.layouts import redistribution
+from megatron_eopt.optimizers.host_memory import HostMemory
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.unit.storage.full_state import (
@@ -21,7 +22,7 @@ from tests.unit.storage.full_state import (
     steps,
     unwrapped,
 )
-from tests.unit.storage.runs import set_lr
+from tests.unit.storage.runs import inject, set_lr
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2}
 MOE = {**MODEL, "experts": 4, "moe_grouped_gemm": False}
@@ -122,3 +123,20 @@ def recovered(case: Case, file: str) -> list[str]:
 @pytest.mark.parametrize("name", ["muon", pytest.param("soap", marks=pytest.mark.long)])
 def test_what_a_step_that_failed_had_brought_is_not_used(name, tmp_path):
     assert run_ranks(2, recovered, CASES[name], str(tmp_path / "file")) == [[], []]
+
+
+def members_alone() -> int:
+    """Return how often off-loaded weights were replaced while they got gradients."""
+    case = at(CASES["muon"], torch.bfloat16, 1.0)
+    chunk, optimizer = build(case)
+    inject(case.run, chunk, 0)
+    stand_in = HostMemory.stood_in_for
+    with patch.object(HostMemory, "stood_in_for", autospec=True, side_effect=stand_in) as calls:
+        for member in optimizer.chained_optimizers:
+            member.step()
+    return calls.call_count
+
+
+def test_a_member_that_steps_alone_gives_gradients_to_off_loaded_weights():
+    # a GPU refuses a gradient on another device than its tensor; a CPU has one device only
+    assert run_ranks(1, members_alone) == [2]
