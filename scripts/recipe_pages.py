@@ -79,6 +79,23 @@ Choose the flags that depend on your GPUs yourself: `--moe-grouped-gemm`, `--fp8
 Every recipe passes Megatron's argument checks at its layout, and has the published number of
 parameters within 2 %. Its small model trains on a CPU (`tests/functional/test_recipes.py`). No
 whole model was trained with these flags here.
+
+## In other trainers
+
+Of `EmergingOptimizerConfig`, as the authors
+[published them](../../tests/unit/routing/published.yaml). Learning rates of GLM-5.2 and Kimi K3
+were not published.
+
+* [DeepSeek-V4](https://arxiv.org/abs/2606.19348): `muon_coefficient_type="deepseekv4"`,
+  `muon_num_ns_steps=10` (8 + 2), `muon_momentum=0.95`, `muon_nesterov=True`,
+  `muon_scale_mode="spectral"`, `muon_extra_scale_factor=0.18`
+* [GLM-5](https://arxiv.org/abs/2602.15763), GLM-5.2: `muon_split_per_head=True`, one matrix per
+  head for up projections of queries, keys and values
+* [Kimi K3](https://arxiv.org/abs/2607.24653): `muon_split_per_head=True`, one matrix per head for
+  queries, keys and values, also of linear attention (KDA)
+
+Projections of hyper-connections and the indexer get Muon; so do those with one row per head (KDA's
+`b_proj`), as one matrix. Biases and gates of hyper-connections get Adam.
 """
 
 COLUMNS = (

@@ -76,7 +76,7 @@ This page says which parameter gets which optimizer, and how you change that. Ad
 | 3-D expert weights (`--moe-single-grouped-weight`) | scalar, with a warning |
 
 Other PyTorch models have latents, positions, experts and layers of many kinds:
-[one table](../how_to/fsdp.md#which-parameter-gets-which-optimizer) says who gets what there.
+[one table](../how_to/pytorch.md#who-gets-what) says who gets what there.
 
 The scalar optimizer is `adam`, or what `--muon-scalar-optimizer` says.
 `--no-muon-orthogonalize-router` sends routers there too. To give each expert's matrix of a 3-D
