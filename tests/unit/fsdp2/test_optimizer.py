@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from megatron.core.optimizer.optimizer_config import ParamKey
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.lr_scheduler import LambdaLR
 
 from megatron_eopt.base.errors import ConfigurationError
@@ -182,6 +182,27 @@ def test_soap_refuses_to_leave_a_matrix_out():
     model.down.weight.grad = None
     with pytest.raises(ConfigurationError, match=r"down.weight.*have no gradient"):
         optimizer.step()
+
+
+def with_other_gradients():
+    """Return weights after a step with sharded, and with replicated and unreduced gradients."""
+    ways = {"as weights": None, "replicated": Replicate(), "unreduced": Partial()}
+    found = []
+    for placement in ways.values():
+        model = make_model("fsdp")
+        optimizer = build_optimizer(model, config())
+        set_gradients(model, 0)
+        for param in model.parameters() if placement is not None else ():
+            param.grad = param.grad.redistribute(placements=[placement])
+        optimizer.step()
+        found.append(weights(model))
+    return found
+
+
+def test_gradients_may_have_other_placements_than_weights():
+    for usual, *others in run_ranks(2, with_other_gradients):
+        for other in others:
+            assert all(torch.equal(other[name], weight) for name, weight in usual.items())
 
 
 @eager

@@ -36,6 +36,7 @@ class Clipped:
     weights: dict[str, Any]
     returned: list[float]
     is_rounding: bool  # whether all model weights are those that the main ones round to
+    is_everywhere: bool  # whether clips wrote all 16-bit weights of the model, other ranks' too
 
 
 def case_of(model: dict[str, Any], **fields: Any) -> Case:
@@ -66,7 +67,8 @@ def clipped(case: Case, gathers_first: bool = True) -> Clipped:
 def stepped_and_clipped(parts: Any, optimizer: Any, gathers_first: bool = True) -> Clipped:
     """Do a step and a clip, twice."""
     chunks = [chunk for _, chunk in parts]
-    returned = []
+    params = [param.detach() for chunk in chunks for param in chunk.parameters()]
+    returned, is_everywhere = [], True
     for step, maxima in enumerate(MAXIMA):
         optimizer.zero_grad()
         for run, chunk in parts:
@@ -77,7 +79,12 @@ def stepped_and_clipped(parts: Any, optimizer: Any, gathers_first: bool = True) 
                 chunk.start_param_sync(force_sync=True)
         put(chunks, maxima)
         returned.append(clip_qk(chunks))
+        before = [param.clone() for param in params]
         optimizer.gather_params(now=True)
+        is_everywhere &= all(
+            torch.equal(param, its) or param.dtype == torch.float32
+            for param, its in zip(params, before, strict=True)
+        )
     mains = {item.param: item for member in optimizer.chained_optimizers for item in member.shards}
     exact = [
         torch.equal(
@@ -89,7 +96,7 @@ def stepped_and_clipped(parts: Any, optimizer: Any, gathers_first: bool = True) 
     weights: dict[str, Any] = {}
     for run, chunk in parts:
         weights |= runs.weights(run, chunk)
-    return Clipped(weights, returned, all(exact))
+    return Clipped(weights, returned, all(exact), is_everywhere)
 
 
 def deviation(results: list[Any], expected: Any) -> float:
@@ -136,6 +143,7 @@ def assert_as_alone(case: Case, results: list[Clipped], bound: float) -> None:
     for result in (expected, *results):
         assert result.returned == [40.0, 30.0]
         assert result.is_rounding
+        assert result.is_everywhere
     assert deviation(results, expected) < bound
 
 
@@ -159,6 +167,20 @@ def test_off_loaded_weights_are_clipped_as_resident_ones():
         assert off_loaded.is_rounding
         assert off_loaded.returned == resident.returned
         assert_same(off_loaded.weights, resident.weights)
+
+
+def clipped_with_two_optimizers(case: Case) -> Clipped:
+    chunk, older = build(case)
+    result = stepped_and_clipped([(case.run, chunk)], optimizer_over(case, [chunk]))
+    assert older.superseded
+    return result
+
+
+def test_main_weights_of_the_later_optimizer_are_clipped():
+    case = case_of(with_dtype(GROUPED, torch.bfloat16), **REPLICATED)
+    found, expected = (run_ranks(1, way, case)[0] for way in (clipped_with_two_optimizers, clipped))
+    assert found.is_rounding
+    assert_same(found.weights, expected.weights)
 
 
 def interleaved() -> Clipped:
