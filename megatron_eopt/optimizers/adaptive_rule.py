@@ -117,15 +117,15 @@ class AdaMuonRule(AdaptiveMuonRule):
         for first, last, (beta2, eps) in _runs(_settings(item.group) for item in items):
             run = items[first:last]
             moments = [item.state[MOMENT2] for item in run]
-            mine = [updates[item.number] for item in run]
+            run_updates = [updates[item.number] for item in run]
             # fp16 would round eps and the squares of small updates to 0
-            wide = [u.float() if u.dtype.itemsize == 2 else u for u in mine]
+            wide = [u.float() if u.dtype.itemsize == 2 else u for u in run_updates]
             # one dtype for each pair; what was converted is copied back below
             exact = [m.to(u.dtype) for m, u in zip(moments, wide, strict=True)]
             adamuon_(wide, exact, beta2, eps, [self._divisor(item, beta2) for item in run])
-            for kept, computed in ((mine, wide), (moments, exact)):
-                if any(k is not c for k, c in zip(kept, computed, strict=True)):
-                    torch._foreach_copy_(kept, computed)
+            for stored, computed in ((run_updates, wide), (moments, exact)):
+                if any(s is not c for s, c in zip(stored, computed, strict=True)):
+                    torch._foreach_copy_(stored, computed)
         numbers = [item.number for item in items]
         uniform = [number for number in numbers if number not in self._stored]
         if uniform:
@@ -191,13 +191,13 @@ class MatrixMomentRule(AdaptiveMuonRule):
 
     def _share(self, items: Mapping[int, ParamWithGrad], groups: Sequence[ParamGroup]) -> None:
         """Share all statistics and their bias corrections with all ranks."""
-        mine = [groups[self.group_of[number]] for number in range(len(self.shards))]
-        self._coefficients = [_settings(group) for group in mine]
+        by_shard = [groups[self.group_of[number]] for number in range(len(self.shards))]
+        self._coefficients = [_settings(group) for group in by_shard]
         corrected, device = self.optimizer.bias_correction, self.exchange.device
         everything = torch.zeros(sum(self._sizes), device=device)
         if corrected:
             zero = torch.zeros((), device=self._device_of_counts)
-            counts = [items[n].state[STEP] if n in items else zero for n in range(len(mine))]
+            counts = [items[n].state[STEP] if n in items else zero for n in range(len(by_shard))]
             everything = torch.cat([everything, torch.stack(counts).to(device)])
         # views: the copy and the all-reduce below fill both parts
         self._flat, steps = everything.tensor_split([sum(self._sizes)])
@@ -217,18 +217,18 @@ class MatrixMomentRule(AdaptiveMuonRule):
     def _keep(self, items: Mapping[int, ParamWithGrad]) -> None:
         """Write the statistics back to the states."""
         if items:
-            found, kept = self._pairs(items)
+            statistics, moments = self._pairs(items)
             # inf would persist, and turn the next mean into nan
-            pairs = zip(found, kept, strict=True)
+            pairs = zip(statistics, moments, strict=True)
             most = [min(torch.finfo(x.dtype).max for x in pair) for pair in pairs]
-            torch._foreach_clamp_max_(found, most)
-            torch._foreach_copy_(kept, found)
+            torch._foreach_clamp_max_(statistics, most)
+            torch._foreach_copy_(moments, statistics)
 
     def _pairs(self, items: Mapping[int, ParamWithGrad]) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of the flat statistics, and the tensors in the parameters' states."""
         parts = torch.split(self._flat, self._sizes)
-        kept = [item.state[MOMENT2] for item in items.values()]
-        return [parts[n].view_as(k) for n, k in zip(items, kept, strict=True)], kept
+        moments = [item.state[MOMENT2] for item in items.values()]
+        return [parts[n].view_as(m) for n, m in zip(items, moments, strict=True)], moments
 
     def _reduce_max(self, values: Tensor) -> None:
         if self.exchange.sharing is not None:
@@ -254,10 +254,10 @@ class NorMuonRule(MatrixMomentRule):
         start, works = 0, iter(self.exchange.placements)
         for shape, work in zip((s for some in self._statistics for s in some), works, strict=True):
             if self.exchange.blockwise:
-                held = np.arange(math.prod(shape))
+                indices = np.arange(math.prod(shape))
             else:
-                held = _held(work.compute, self.exchange.ranks.rank, shape)
-            self._places.append(torch.tensor(start + held, device=self.exchange.device))
+                indices = _held(work.compute, self.exchange.ranks.rank, shape)
+            self._places.append(torch.tensor(start + indices, device=self.exchange.device))
             start += math.prod(shape)
         self._new = torch.empty(0)
 
@@ -313,23 +313,23 @@ class NamoRule(MatrixMomentRule):
         self, items: Mapping[int, ParamWithGrad], arriving: Sequence[int], outs: Any
     ) -> Mapping[int, Tensor]:
         """Also compute the factor of each matrix in the wave, the same on all ranks."""
-        found = super()._directions(items, arriving, outs)
+        directions = super()._directions(items, arriving, outs)
         # no collective then, on any rank
         if not arriving:
-            return found
-        mine = {}
+            return directions
+        own_sums = {}
         for number, item in items.items():
             assert item.param.grad is not None
             sums_of = self._sums.stored[number].square_sums
-            mine[number] = sums_of(item.param.grad), sums_of(found[number])
+            own_sums[number] = sums_of(item.param.grad), sums_of(directions[number])
         moments = torch.split(self._flat, self._sizes)
-        for number, both in self._sums.totals(arriving, mine, kinds=2).items():
+        for number, both in self._sums.totals(arriving, own_sums, kinds=2).items():
             # the square of a large norm overflows float32; clamped below, it cannot stay inf
             running = moments[number].double()
             settings = *self._coefficients[number], self._divisors_of([number])
             self._factors[number] = namo_(running, both[0], both[1], *settings)
             moments[number].copy_(running.clamp_(max=torch.finfo(torch.float32).max))
-        return found
+        return directions
 
     def _update(
         self, stack: Tensor, matrices: Sequence[int], reduce: ReduceT | None, shape: tuple[int, int]
@@ -337,9 +337,9 @@ class NamoRule(MatrixMomentRule):
         """Orthogonalize, then multiply by factor and scale."""
         super()._update(stack, matrices, reduce, shape)
         owners = [(self._shard_of[matrix], matrix) for matrix in matrices]
-        found = [self._factors[n][m - self.exchange.first[n]] for n, m in owners]
+        matrix_factors = [self._factors[n][m - self.exchange.first[n]] for n, m in owners]
         out_in = self.exchange.out_in(matrices[0], shape)
-        factors = torch.stack(found) * self.optimizer.orthogonalization.scale(out_in)
+        factors = torch.stack(matrix_factors) * self.optimizer.orthogonalization.scale(out_in)
         stack.mul_(factors.to(stack.dtype).view(-1, 1, 1))
 
 
@@ -357,13 +357,13 @@ def _settings(group: ParamGroup) -> tuple[float, float]:
 def _held(layout: Layout, rank: int, statistic: tuple[int, ...]) -> Int64Array:
     """Return the rows (or columns) of a matrix that a rank holds, in local order; int64."""
     dim = 0 if statistic[1] == 1 else 1
-    found = np.zeros((layout.local_shape(rank) or (0, 0))[dim], np.int64)
+    indices = np.zeros((layout.local_shape(rank) or (0, 0))[dim], np.int64)
     # the table's columns ROW to STRIDE
     for row, column, height, width, offset, stride in layout.piece(rank).table[:, 1:7].tolist():
         first, length = ((row, height), (column, width))[dim]
         at = (offset // stride, offset % stride)[dim]
-        found[at : at + length] = range(first, first + length)
-    return found
+        indices[at : at + length] = range(first, first + length)
+    return indices
 
 
 def _runs[T](values: Iterable[T]) -> Iterator[tuple[int, int, T]]:

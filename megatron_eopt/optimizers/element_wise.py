@@ -65,9 +65,9 @@ class _InOnePass(torch.optim.Adam):
                 _add_maxima(self)
             # in the order in which torch's `_init_group` fills them: parameters, gradients, both
             # moments, maxima, step counts
-            found: list[list[Tensor]] = [[] for _ in range(6)]
-            self._init_group(group, *found)  # type: ignore[no-untyped-call]
-            params, grads, firsts, seconds, largest, steps = found
+            by_kind: list[list[Tensor]] = [[] for _ in range(6)]
+            self._init_group(group, *by_kind)  # type: ignore[no-untyped-call]
+            params, grads, firsts, seconds, largest, steps = by_kind
             lists = (params, firsts, seconds, model_copies_of(params), grads, steps)
             cautious = self.cautious_weight_decay
             adam_(lists, largest, self.grad_scale, group, cautious=cautious)

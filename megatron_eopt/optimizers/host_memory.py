@@ -37,12 +37,12 @@ class OffloadSettings:
     def chosen[T: Tensor](self, sizes: Mapping[T, int]) -> list[T]:
         """Return tensors, the largest first, with at most the fraction of all elements."""
         room = self.fraction * sum(sizes.values())
-        found = []
+        params = []
         for param in sorted(sizes, key=sizes.__getitem__, reverse=True):
             if sizes[param] <= room:
-                found.append(param)
+                params.append(param)
                 room -= sizes[param]
-        return found
+        return params
 
 
 class HostMemory:
@@ -100,7 +100,7 @@ class HostMemory:
             self.announce(params_of(redistribution.arriving(wave + 1)), state)
             return load(wave, names)
 
-        batches = [its.matrices for wave in redistribution.plan.waves for its in wave.batches]
+        batches = [batch.matrices for wave in redistribution.plan.waves for batch in wave.batches]
         following = iter([*batches[1:], ()])
 
         def fetch_and_compute(batch: WaveBatch) -> None:
@@ -198,11 +198,11 @@ class HostMemory:
         self.wait_for_write_back()
 
     def _chunks(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
-        found: dict[bool, list[Tensor]] = defaultdict(list)
+        by_off_loaded: dict[bool, list[Tensor]] = defaultdict(list)
         for param in params:
-            found[param in self.params].append(param)
-        chunks, room = [found[False]], 0
-        for param in found[True]:
+            by_off_loaded[param in self.params].append(param)
+        chunks, room = [by_off_loaded[False]], 0
+        for param in by_off_loaded[True]:
             if param.nbytes > room:
                 chunks.append([])
                 room = self._chunk_bytes

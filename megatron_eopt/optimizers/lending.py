@@ -69,8 +69,8 @@ class Lender:
                 numbers = self._rule.shard_numbers
                 yield (
                     [
-                        {**group, "params": [tensors[n] for n in its if n is not None]}
-                        for group, its in zip(groups, numbers, strict=True)
+                        {**group, "params": [tensors[n] for n in members if n is not None]}
+                        for group, members in zip(groups, numbers, strict=True)
                     ],
                     state,
                 )
@@ -111,14 +111,14 @@ def _same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def keep(
-    update_rule: UpdateRule, param: Tensor, kept: dict[str, Any], state: Mapping[str, Any]
+    update_rule: UpdateRule, param: Tensor, param_state: dict[str, Any], state: Mapping[str, Any]
 ) -> None:
-    """Store new state in ``kept``, as DTensors where it is sharded like the parameter."""
+    """Store new state in ``param_state``, as DTensors where it is sharded like the parameter."""
     for key, value in state.items():
         # a tensor that was changed in place is in its DTensor already
-        if not (key in kept and local_of(kept[key]) is value):
+        if not (key in param_state and local_of(param_state[key]) is value):
             cut = update_rule.is_sharded_like_param(key, value)
-            kept[key] = shard_like(param, _stored(param, value)) if cut else value
+            param_state[key] = shard_like(param, _stored(param, value)) if cut else value
 
 
 @contextmanager

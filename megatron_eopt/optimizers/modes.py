@@ -144,8 +144,8 @@ def place_matrices(
     homes = np.array([home(storage[i]) for i in exchanged], np.int64).reshape(-1, 2)
     largest = 1 if whole_only else max_ranks_per_matrix
     # None if single owners are as fast; then these are balanced
-    found = assign_teams(shapes, world_size, largest, element_size, homes[:, 0])
-    teams = dict(zip(exchanged, found, strict=True)) if found else {}
+    assigned_teams = assign_teams(shapes, world_size, largest, element_size, homes[:, 0])
+    teams = dict(zip(exchanged, assigned_teams, strict=True)) if assigned_teams else {}
     if exchanged and not teams:
         owners[exchanged] = assign_owners(
             costs[exchanged],
@@ -259,8 +259,8 @@ def _stored_in_slabs(storage: Layout, world_size: int) -> bool:
 def home(layout: Layout) -> tuple[int, int]:
     """Return the rank (the lowest on ties) that stores most of a matrix, and its elements."""
     ranks, piece = np.unique(layout.boxes.rank, return_inverse=True)
-    held = np.bincount(piece, weights=layout.boxes.area)
-    return int(ranks[held.argmax()]), int(held.max())
+    elements = np.bincount(piece, weights=layout.boxes.area)
+    return int(ranks[elements.argmax()]), int(elements.max())
 
 
 def _long_side(storage: Layout) -> Literal[0, 1]:
@@ -283,8 +283,8 @@ def _waves(
     for i, placement in enumerate(placements):
         key: tuple[object, ...] = (placement.mode,)
         if placement.mode == "distributed":
-            held = placement.compute.boxes.held(world_size).tolist()
-            key = (placement.mode, placement.compute.shape, *held)
+            slab_sizes = placement.compute.boxes.held(world_size).tolist()
+            key = (placement.mode, placement.compute.shape, *slab_sizes)
         kinds.setdefault(key, []).append(i)
     waves: list[tuple[int, ...]] = []
     for key, members in kinds.items():

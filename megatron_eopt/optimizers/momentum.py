@@ -80,10 +80,10 @@ class RoundedMomentum:
         rows = self._rows[number]
         # off-loaded momentum may be on the host
         momentum = torch.zeros(codes.shape, dtype=torch.float32, device=codes.device)
-        flat, kept = momentum.view(-1), codes.view(-1)
+        flat, flat_codes = momentum.view(-1), codes.view(-1)
         for elements, _, _, blocks in rows.parts():
             scales = values[MOMENTUM_SCALE][blocks]
-            flat[elements] = decoded(kept[elements].to(rows.device), scales)
+            flat[elements] = decoded(flat_codes[elements].to(rows.device), scales)
         return momentum
 
     def write(
@@ -129,10 +129,10 @@ class RoundedMomentum:
         rows = self._rows[number]
         row_keys = None if key is None else hashed(rows.row.to(torch.int64) ^ key)
         for elements, runs, columns, blocks in rows.parts():
-            mine = None if scales is None else scales[blocks]
+            block_scales = None if scales is None else scales[blocks]
             noise = NEAREST if row_keys is None else noise_of(row_keys[runs], columns)
             exact = momentum[elements].to(rows.device)
-            into[elements] = encoded(exact, self._format, noise, mine)
+            into[elements] = encoded(exact, self._format, noise, block_scales)
 
     def _reduce_max(self, numbers: Sequence[int], largest: Mapping[int, Tensor]) -> None:
         """Replace magnitudes of shared blocks by the largest on any rank, as bits; in place."""
@@ -142,13 +142,13 @@ class RoundedMomentum:
         # 0 for blocks that this rank has no part of: no magnitude is smaller
         bits = torch.zeros(sum(counts), dtype=torch.int32, device=self._rows[0].device)
         views = dict(zip(numbers, torch.split(bits, counts), strict=True))
-        found = [(views[n], self._rows[n], its) for n, its in largest.items()]
-        for view, rows, its in found:
-            view.scatter_reduce_(0, rows.shared_places, its[rows.shared_blocks], "amax")
+        by_shard = [(views[n], self._rows[n], magnitudes) for n, magnitudes in largest.items()]
+        for view, rows, magnitudes in by_shard:
+            view.scatter_reduce_(0, rows.shared_places, magnitudes[rows.shared_blocks], "amax")
         # as integers, magnitudes are ordered like numbers, and inf and nan are the largest
         dist.all_reduce(bits, dist.ReduceOp.MAX, group=self._shards[0].ranks.group)
-        for view, rows, its in found:
-            its[rows.shared_blocks] = view[rows.shared_places]
+        for view, rows, magnitudes in by_shard:
+            magnitudes[rows.shared_blocks] = view[rows.shared_places]
 
 
 class _Rows:
@@ -184,11 +184,11 @@ class _Rows:
         self.shared = len(shared) if shard.ranks.size > 1 else 0
         # only the first and the last block of a run can be shared
         names = np.concatenate([row * per_row + low, row * per_row + high])
-        mine = np.isin(names, shared)
+        is_shared = np.isin(names, shared)
         local = np.concatenate([before, before + high - low])
         self.shared_blocks, self.shared_places = (
             torch.tensor(values, dtype=torch.int64, device=device)
-            for values in (local[mine], np.searchsorted(shared, names[mine]))
+            for values in (local[is_shared], np.searchsorted(shared, names[is_shared]))
         )
 
     @property
@@ -210,11 +210,11 @@ class _Rows:
 
     def largest_of(self, flat: Tensor) -> Tensor:
         """Return the largest magnitude of each block as bits; int32 ``(blocks,)``."""
-        found = torch.zeros(self.blocks, dtype=torch.int32, device=self.device)
+        largest = torch.zeros(self.blocks, dtype=torch.int32, device=self.device)
         for elements, _, _, blocks in self.parts():
             bits = magnitude_bits(flat[elements].to(self.device))
-            found.scatter_reduce_(0, blocks, bits, "amax")
-        return found
+            largest.scatter_reduce_(0, blocks, bits, "amax")
+        return largest
 
 
 def _cut_blocks(boxes: Boxes, above: int, cols: int) -> Int64Array:
@@ -223,11 +223,11 @@ def _cut_blocks(boxes: Boxes, above: int, cols: int) -> Int64Array:
     ends = boxes.column + boxes.width
     # the last block of a row is short, not cut, if the box ends with the row
     right = boxes.take((ends % BLOCK != 0) & (ends != cols))
-    found = []
-    for some, block in ((left, left.column), (right, right.column + right.width - 1)):
-        rows = np.repeat(some.row + above, some.height) + ragged_arange(some.height)
-        found.append(rows * -(-cols // BLOCK) + np.repeat(block // BLOCK, some.height))
-    return np.concatenate(found)
+    blocks = []
+    for cut, block in ((left, left.column), (right, right.column + right.width - 1)):
+        rows = np.repeat(cut.row + above, cut.height) + ragged_arange(cut.height)
+        blocks.append(rows * -(-cols // BLOCK) + np.repeat(block // BLOCK, cut.height))
+    return np.concatenate(blocks)
 
 
 def _parts(start: Int64Array, length: Int64Array) -> Iterator[tuple[slice, slice]]:

@@ -235,11 +235,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         refers to them.
         """
         wanted = ids_of(self.param_groups)
-        if self._planned and wanted == [[id(s.main) for s in its] for its in self._planned]:
+        if self._planned and wanted == [[id(s.main) for s in group] for group in self._planned]:
             return self._update_rules
-        known = {id(shard.main): shard for rule in self._update_rules for shard in rule.shards}
-        if self._planned and known.keys() >= set(chain(*wanted)):
-            self._planned = [[known[its] for its in group] for group in wanted]
+        by_id = {id(shard.main): shard for rule in self._update_rules for shard in rule.shards}
+        if self._planned and by_id.keys() >= set(chain(*wanted)):
+            self._planned = [[by_id[key] for key in group] for group in wanted]
             for update_rule in self._update_rules:
                 update_rule.attach(self.param_groups)
             return self._update_rules
@@ -247,7 +247,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         # a rank that raises alone would leave the others waiting
         self._planned = raise_together_in(dense, lambda: raise_together_in(experts, self._shards))
         update_rules: list[MuonRule] = []
-        for shards in group_by_ranks(shard for its in self._planned for shard in its):
+        for shards in group_by_ranks(shard for group in self._planned for shard in group):
             exchange_config = replace(self._exchange_config, device=shards[0].main.device)
             update_rule = self.update_rule_over(shards, exchange_config)
             update_rule.attach(self.param_groups)
@@ -257,7 +257,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _shards(self) -> list[list[ParamShard]]:
         """Return the shards of each group's parameters, also of what stands for parameters."""
-        model_of = {shard.main: shard.param for its in self._planned for shard in its}
+        model_of = {shard.main: shard.param for group in self._planned for shard in group}
         shards: list[list[ParamShard]] = []
         names: set[str] = set()
         for group in self.param_groups:
@@ -280,8 +280,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """
         self.plan()
         if p not in self._alone:
-            known = (shard for its in self._planned for shard in its if shard.main is p)
-            shard = next(known, None) or self.shard("parameter", p)
+            matching = (shard for group in self._planned for shard in group if shard.main is p)
+            shard = next(matching, None) or self.shard("parameter", p)
             self._alone[p] = self._exchange_alone(shard, self.tp_mode, p.device)
         return self._alone[p].updates([grad.detach()])[0].to(grad.dtype)
 

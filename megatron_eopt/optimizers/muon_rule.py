@@ -127,8 +127,8 @@ class MuonRule(UpdateRule):
         """Return a state with its momentum in float32, which any ``momentum_dtype`` can load."""
         if self.rounding is None:
             return values
-        kept = {kind: value for kind, value in values.items() if kind != MOMENTUM_SCALE}
-        return {**kept, MOMENTUM: self.rounding.read(number, values)}
+        without_scales = {kind: value for kind, value in values.items() if kind != MOMENTUM_SCALE}
+        return {**without_scales, MOMENTUM: self.rounding.read(number, values)}
 
     @torch.no_grad()
     def pack(self, groups: Sequence[ParamGroup], state: State) -> None:
@@ -156,11 +156,11 @@ class MuonRule(UpdateRule):
             return
         if self._counts_steps and items:
             counts = [item.state[STEP] for item in items.values()]
-            one = torch.ones_like(counts[0])
+            increment = torch.ones_like(counts[0])
             if self.grad_scale is not None:
                 # whether the step is skipped may be known on the device only
-                one = (~self.grad_scale.isnan()).to(one)
-            torch._foreach_add_(counts, [one] * len(counts))
+                increment = (~self.grad_scale.isnan()).to(increment)
+            torch._foreach_add_(counts, [increment] * len(counts))
         self._run(items, groups)
 
     def with_grads(self, groups: Sequence[ParamGroup], state: State) -> dict[int, ParamWithGrad]:
@@ -201,11 +201,11 @@ class MuonRule(UpdateRule):
                 directions keep the momentum's dtype; otherwise they are rounded as they are sent.
         """
         momenta = self._momenta(items)
-        found = self._momentum_update(items, momenta, outs, self.optimizer.nesterov)
+        directions = self._momentum_update(items, momenta, outs, self.optimizer.nesterov)
         if self.rounding is not None:
             new = {n: (item.state, momenta[n]) for n, item in items.items()}
             self.rounding.write(arriving, new)
-        return found
+        return directions
 
     def _momenta(self, items: Mapping[int, ParamWithGrad]) -> dict[int, Tensor]:
         """Return momenta by the number of the shard: those in the state, unless it rounds them."""
@@ -276,10 +276,10 @@ class MuonRule(UpdateRule):
         # of the whole matrix, also if this rank has a slab of it
         scales = self._scales_of(self.exchange.out_in(matrices[0], shape))
         # a stack is divided in one pass, so sums of squares must be known of all its matrices
-        known = [self.squares.pop(matrix, None) for matrix in matrices]
-        sums = [squares for squares in known if squares is not None]
+        matrix_squares = [self.squares.pop(matrix, None) for matrix in matrices]
+        sums = [squares for squares in matrix_squares if squares is not None]
         squares = None
-        if len(sums) == len(known):
+        if len(sums) == len(matrix_squares):
             squares = sums[0].unsqueeze(0) if len(sums) == 1 else torch.stack(sums)
         factors_ = self.optimizer.orthogonalization.factors_
         if self.stats is not None:

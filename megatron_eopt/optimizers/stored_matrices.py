@@ -102,20 +102,20 @@ class MatrixSums:
         return [tensor for stored in self.stored for tensor in stored.tensors]
 
     def totals(
-        self, numbers: Sequence[int], mine: Mapping[int, Sequence[Tensor]], kinds: int
+        self, numbers: Sequence[int], own_sums: Mapping[int, Sequence[Tensor]], kinds: int
     ) -> dict[int, Tensor]:
         """Return the totals of some shards, float64 ``(kinds, matrices)``; one all-reduce.
 
         Args:
             numbers: Indices of the shards, the same on all ranks.
-            mine: This rank's sums ``(matrices,)`` of each kind, for those that it has.
+            own_sums: This rank's sums ``(matrices,)`` of each kind, for those that it has.
             kinds: Number of sums for each matrix.
         """
         sizes = [self._counts[number] for number in numbers]
         total = torch.zeros(kinds, sum(sizes), dtype=torch.float64, device=self._device)
         # views, which the all-reduce fills with the totals; shards that this rank lacks stay 0
         parts = dict(zip(numbers, torch.split(total, sizes, dim=1), strict=True))
-        for number, sums in mine.items():
+        for number, sums in own_sums.items():
             parts[number].copy_(torch.stack(list(sums)))
         if self._group is not None:
             dist.all_reduce(total, group=self._group)

@@ -77,9 +77,9 @@ def assign_teams(
     # lower targets would split matrices for which no rank waits
     for target in np.unique(table[(table >= mean / 4) & (table < best)]):
         chosen = np.where((costs <= target).any(1), (costs <= target).argmax(1), costs.argmin(1))
-        busiest, found = _assign(costs, chosen, sizes, world_size, homes, largest)
+        busiest, assigned = _assign(costs, chosen, sizes, world_size, homes, largest)
         if busiest < best:
-            best, teams = busiest, found
+            best, teams = busiest, assigned
     return teams
 
 

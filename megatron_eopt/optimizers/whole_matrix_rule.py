@@ -165,19 +165,19 @@ class WholeMatrixRule(UpdateRule):
         self._update_settings(groups)
         for index, param in self.owned.items():
             number, matrix = self._of_matrix[index]
-            own, kept = self._own_groups[self.group_of[number]], self.owned_state[param]
+            own_group, own_state = self._own_groups[self.group_of[number]], self.owned_state[param]
             # what an optimizer keeps in its group besides the run's settings, such as a counter of
             # its own
-            counters = own.keys() - groups[self.group_of[number]].keys() - {"params", STEP}
-            for path, value in leaves(kept):
+            counters = own_group.keys() - groups[self.group_of[number]].keys() - {"params", STEP}
+            for path, value in leaves(own_state):
                 if path != (STEP,):
                     whole = isinstance(value, Tensor) and value.shape == self._shapes[index]
                     per_element = whole and ".".join(path) in ELEMENT_WISE_STATE
                     yield UnshardedState(
-                        number, matrix, path, value, per_element=per_element, container=kept
+                        number, matrix, path, value, per_element=per_element, container=own_state
                     )
-            for path, value in leaves({name: own[name] for name in sorted(counters)}):
-                place = {OF_GROUPS: own}
+            for path, value in leaves({name: own_group[name] for name in sorted(counters)}):
+                place = {OF_GROUPS: own_group}
                 yield UnshardedState(number, matrix, (OF_GROUPS, *path), value, container=place)
 
     def off_load(
@@ -214,13 +214,13 @@ class WholeMatrixRule(UpdateRule):
         items = {n: ParamWithGrad(n, group, param, {}) for group, param, n in self.numbered(groups)}
         self._act, self._counters = act, [dict(own) for own in self._own_groups]
 
-        def tensors(some: Mapping[int, ParamWithGrad], *_: Any) -> dict[int, Tensor]:
-            found = {2 * n + 1: item.param.detach() for n, item in some.items()}
+        def tensors(members: Mapping[int, ParamWithGrad], *_: Any) -> dict[int, Tensor]:
+            inputs = {2 * n + 1: item.param.detach() for n, item in members.items()}
             # to create state, the zeros that are sent otherwise will do
-            for n, item in some.items() if with_grads else ():
+            for n, item in members.items() if with_grads else ():
                 assert item.param.grad is not None
-                found[2 * n] = item.param.grad
-            return found
+                inputs[2 * n] = item.param.grad
+            return inputs
 
         def apply(arrived: Sequence[ParamWithGrad], weights: Mapping[int, Tensor]) -> None:
             if with_grads and arrived:

@@ -44,16 +44,16 @@ class WindowedMuonRule(MuonRule):
         self._seen: dict[int, tuple[list[ParamWithGrad], tuple[list[int], list[Tensor]]]] = {}
 
     def _exchanges(self, exchange_config: ExchangeConfig) -> list[MatrixExchange]:
-        found: list[MatrixExchange] = []
+        exchanges: list[MatrixExchange] = []
         for members in self.members:
             shards = [self.shards[number] for number in members]
-            before = found[-1] if found else None
-            found.append(
+            before = exchanges[-1] if exchanges else None
+            exchanges.append(
                 MatrixExchange(
                     shards, self._update, exchange_config, numbers=members, before=before
                 )
             )
-        return found
+        return exchanges
 
     @torch.no_grad()
     def precompute(self, window: int, groups: Sequence[ParamGroup], state: State) -> None:
@@ -66,12 +66,12 @@ class WindowedMuonRule(MuonRule):
         updates: dict[int, Tensor] = {}
 
         def directions(
-            some: Mapping[int, ParamWithGrad], _: Sequence[int], outs: Mapping[int, Tensor]
+            members: Mapping[int, ParamWithGrad], _: Sequence[int], outs: Mapping[int, Tensor]
         ) -> Mapping[int, Tensor]:
             # the step may be skipped or computed again
-            return self.look_ahead(some, outs)[0]
+            return self.look_ahead(members, outs)[0]
 
-        self.exchange.run(items, directions, lambda _, found: updates.update(found), keep=True)
+        self.exchange.run(items, directions, lambda _, results: updates.update(results), keep=True)
         self._updates[window] = updates, self._settings(groups)
 
     def _settings(self, groups: Sequence[ParamGroup]) -> list[Any]:
@@ -88,11 +88,11 @@ class WindowedMuonRule(MuonRule):
         params = [item.param for item in items]
         # nan for a gradient that is gone, because it is unequal to every norm
         grads = [p.new_full((), torch.nan) if p.grad is None else p.grad for p in params]
-        kept = [item.state[MOMENTUM] for item in items]
+        tensors = [item.state[MOMENTUM] for item in items]
         if self.optimizer.weight_decay_method == "l2":
-            kept += params
-        norms = list(torch._foreach_norm([*grads, *kept])) if items else []
-        return [tensor._version for tensor in kept], norms
+            tensors += params
+        norms = list(torch._foreach_norm([*grads, *tensors])) if items else []
+        return [tensor._version for tensor in tensors], norms
 
     def unchanged(self) -> Tensor | None:
         """Return, on the device, whether what was read ahead is the same; None if nothing was."""
@@ -135,5 +135,5 @@ class WindowedMuonRule(MuonRule):
     ) -> dict[int, ParamWithGrad]:
         """Return the parameters of a window with gradients; make its exchange the current one."""
         self.exchange = self.exchanges[window]
-        found = self.with_grads(groups, state)
-        return {number: found[number] for number in self.members[window] if number in found}
+        items = self.with_grads(groups, state)
+        return {number: items[number] for number in self.members[window] if number in items}
