@@ -30,10 +30,10 @@ class Frozen:
         for modules in (dict(chunk.named_modules()) for chunk in chunks):
             frozen = []
             for path, module in modules.items():
-                held = [(leaf, p) for leaf, p in module._parameters.items() if p is not None]
-                if trained := {leaf for leaf, param in held if param.requires_grad}:
+                named = [(leaf, p) for leaf, p in module._parameters.items() if p is not None]
+                if trained := {leaf for leaf, param in named if param.requires_grad}:
                     self._updated[module] = trained
-                frozen += [(path, module, *item) for item in held if item[0] not in trained]
+                frozen += [(path, module, *item) for item in named if item[0] not in trained]
             paths = paths_of(modules) if frozen else {}
             self.params += [
                 (joined(paths[path].plain, leaf), ref(module), leaf, ref(param))
@@ -59,8 +59,8 @@ class Frozen:
         # FSDP exchanges parameters, so the present one and the one that it stands for count too
         # a scripted module's table is no dictionary
         now = dict(home._parameters.items()).get(leaf)
-        known = (param(), now, getattr(now, "orig_param", None))
+        versions = (param(), now, getattr(now, "orig_param", None))
         # every step asks, and hardly ever goes on from here
-        if not any(item is not None and item.requires_grad for item in known):
+        if not any(item is not None and item.requires_grad for item in versions):
             return False
         return not any(leaf in other._updated.get(home, ()) for other in Frozen._of_optimizers)

@@ -49,11 +49,11 @@ def _by_key(routes: Iterable[Route]) -> dict[GroupKey, list[Route]]:
 def build_groups(routes: Sequence[Route], summaries: Iterable[Summary]) -> list[Group]:
     """Return this rank's groups, ordered and named by the ``summaries`` of all ranks."""
     labels: dict[GroupKey, frozenset[str]] = {}
-    for key, its in summaries:
-        labels[key] = labels.get(key, frozenset()) | its
-    mine = _by_key(routes)
+    for key, rank_labels in summaries:
+        labels[key] = labels.get(key, frozenset()) | rank_labels
+    own_routes = _by_key(routes)
     # also groups without a parameter here: optimizers and checkpoints need the same on all ranks
-    return [Group(key, name, tuple(mine.get(key, ()))) for key, name in _identities(labels)]
+    return [Group(key, name, tuple(own_routes.get(key, ()))) for key, name in _identities(labels)]
 
 
 def param_group(

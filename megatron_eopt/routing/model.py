@@ -116,7 +116,7 @@ def route_model(
         ConfigurationError: On all ranks, if an override or a setting is invalid, or if pipeline
             stages would update a shared embedding differently.
     """
-    known = raise_together(
+    all_overrides = raise_together(
         lambda: with_callers_grouping(settings, model_chunks, overrides_for(settings, overrides))
     )
     places = places_in(model_chunks)
@@ -124,7 +124,7 @@ def route_model(
     if not settings.is_standard:
         # overrides may match these attributes, as in megatron-core
         _tag_as_megatron_does(parameters, model_chunks)
-    routing = replace(route_parameters(settings, parameters, known), places=places)
+    routing = replace(route_parameters(settings, parameters, all_overrides), places=places)
     _check_shared_embeddings(routing)
     if routing.optimizers <= set(STANDARD_OPTIMIZERS):
         return routing
@@ -235,17 +235,17 @@ def _check_shared_embeddings(routing: Routing) -> None:
     """
     shared = [place for place in routing.places if getattr(place.param, "shared_embedding", False)]
     routes = {route.parameter.param: route for route in routing.routes} if shared else {}
-    mine = {
+    own_keys = {
         (place.global_name, routes[place.param].key if place.param in routes else None)
         for place in shared
     }
-    keys: dict[str, list[GroupKey | None]] = {}
-    for name, key in gather_unique(mine):
-        keys.setdefault(name, []).append(key)
-    for name, found in keys.items():
+    keys_of: dict[str, list[GroupKey | None]] = {}
+    for name, key in gather_unique(own_keys):
+        keys_of.setdefault(name, []).append(key)
+    for name, keys in keys_of.items():
         # stages that agree have sent the same pair of name and key
-        if len(found) > 1:
-            kinds = (f"{key.optimizer} {dict(key.values)}" if key else "frozen" for key in found)
+        if len(keys) > 1:
+            kinds = (f"{key.optimizer} {dict(key.values)}" if key else "frozen" for key in keys)
             rule = f"pipeline stages that share {name} must update it with the same settings"
             hint = "Freeze all copies or none, and let override keys match this name"
             value = " and ".join(sorted(kinds))

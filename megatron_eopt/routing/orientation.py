@@ -53,8 +53,8 @@ def inputs_first(module: nn.Module, leaf: str, dims: int) -> bool | None:
     computed_by = next(base for base in cls.__mro__ if "forward" in vars(base))
     if computed_by.__module__ in _OUTPUTS_FIRST:
         return False
-    found = _reading(cls, dims).orders.get(leaf, ())
-    return next(iter(found)) if len(found) == 1 else None
+    orders = _reading(cls, dims).orders.get(leaf, ())
+    return next(iter(orders)) if len(orders) == 1 else None
 
 
 def has_halves(module: nn.Module) -> bool:
@@ -131,13 +131,13 @@ class _Reader(ast.NodeVisitor):
         names = [item.arg for item in (*tree.args.posonlyargs, *tree.args.args)]
         module = names.pop(0) if is_method and names else ""
         given = {**dict(zip(names, arguments, strict=False)), **named}
-        known = {name: its for name, node in given.items() if (its := self._tensor(node))}
-        key = (function, frozenset(known.items()))
+        tensors = {name: tensor for name, node in given.items() if (tensor := self._tensor(node))}
+        key = (function, frozenset(tensors.items()))
         is_torchs = str(function.__module__).startswith("torch.")
-        if key in self._seen or (is_torchs and not known and not is_method):
+        if key in self._seen or (is_torchs and not tensors and not is_method):
             return
         self._seen.add(key)
-        caller, self._scope = self._scope, _Scope(function.__globals__, module, known)
+        caller, self._scope = self._scope, _Scope(function.__globals__, module, tensors)
         for statement in tree.body:
             self.visit(statement)
         self._scope = caller
@@ -151,8 +151,8 @@ class _Reader(ast.NodeVisitor):
         is_zip = isinstance(node.iter, ast.Call) and _name_of(node.iter.func) == "zip"
         over = node.iter.args if is_zip else [node.iter]  # type: ignore[attr-defined]
         targets = getattr(node.target, "elts", []) if is_zip else [node.target]
-        for target, its in zip(targets, over, strict=False):
-            self._bind(target, ast.Subscript(its, ast.Constant(0)))
+        for target, iterable in zip(targets, over, strict=False):
+            self._bind(target, ast.Subscript(iterable, ast.Constant(0)))
         self.generic_visit(node)
 
     visit_comprehension = visit_For
@@ -198,8 +198,8 @@ class _Reader(ast.NodeVisitor):
     def _bind(self, target: ast.expr, value: ast.expr) -> None:
         """Note what a name means from here on."""
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            for one, its in zip(target.elts, value.elts, strict=False):
-                self._bind(one, its)
+            for item, item_value in zip(target.elts, value.elts, strict=False):
+                self._bind(item, item_value)
         elif isinstance(target, ast.Name):
             tensor = self._tensor(value)
             self._scope.tensors.pop(target.id, None)
@@ -242,29 +242,29 @@ class _Reader(ast.NodeVisitor):
         texts = [a.value for a in arguments if isinstance(a, ast.Constant)]
         others = [a for a in arguments if not isinstance(a, ast.Constant)]
         given, _, result = str(texts[0] if texts else "").partition("->")
-        for node, its in zip(others, given.split(","), strict=False):
-            axes, tensor = _axes_of(its), self._tensor(node)
+        for node, letters in zip(others, given.split(","), strict=False):
+            axes, tensor = _axes_of(letters), self._tensor(node)
             if tensor is not None and 2 <= len(axes) == tensor.dims:
-                one, other = (axis in _axes_of(result) for axis in axes[-2:])
-                if one != other:
-                    self._note(node, first=other)
+                before_last, last = (axis in _axes_of(result) for axis in axes[-2:])
+                if before_last != last:
+                    self._note(node, first=last)
 
     def _follow(self, node: ast.Call) -> None:
         """Read what is called, if it is found."""
-        found: Any = None
+        function: Any = None
         is_method = False
         match node.func:
             case ast.Attribute(value=ast.Name(id=self._scope.module), attr=name):
-                found = inspect.getattr_static(self._cls, name, None)
-                is_method = isinstance(found, FunctionType)
-                found = getattr(found, "__func__", found)
+                function = inspect.getattr_static(self._cls, name, None)
+                is_method = isinstance(function, FunctionType)
+                function = getattr(function, "__func__", function)
             case ast.Attribute(value=ast.Name(id=home), attr=name):
-                found = getattr(self._scope.globals.get(home), name, None)
+                function = getattr(self._scope.globals.get(home), name, None)
             case ast.Name(id=name):
-                found = self._scope.globals.get(name)
-        if isinstance(found, FunctionType):
+                function = self._scope.globals.get(name)
+        if isinstance(function, FunctionType):
             named = {item.arg: item.value for item in node.keywords if item.arg}
-            self.read(found, node.args, named, is_method=is_method)
+            self.read(function, node.args, named, is_method=is_method)
 
 
 def _name_of(function: ast.expr) -> str:

@@ -45,7 +45,7 @@ def output_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
     modules = dict(model.named_modules())
     usual = tuple(patterns) == OUTPUT_LAYERS
     holders = _holders_of_tables(model, paths) if usual else set[str]()
-    found = {}
+    layers = {}
     # of a wrapper and the module in it, the latter comes last
     for path, module in modules.items():
         plain = paths[path]
@@ -54,12 +54,12 @@ def output_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
         of_model = usual and name in _OF_MODELS and above in holders
         names = {path, plain, inner}
         if of_model or any(fnmatch.fnmatchcase(n, p) for n in names for p in patterns):
-            found[plain] = module
-    if not found and patterns and not usual:
+            layers[plain] = module
+    if not layers and patterns and not usual:
         rule = "none of these patterns matches the path of a module"
         hint = "Pass the path of the output layer, as model.named_modules() gives it"
         raise ConfigurationError("output_layers", patterns, rule, hint)
-    return found
+    return layers
 
 
 def _innermost(model: nn.Module, paths: dict[str, str]) -> str:
@@ -80,14 +80,14 @@ def _innermost(model: nn.Module, paths: dict[str, str]) -> str:
 
 def _holders_of_tables(model: nn.Module, paths: dict[str, str]) -> set[str]:
     """Return the paths of modules that contain an embedding table, so are whole models."""
-    found = set()
+    holders = set()
     for path, module in model.named_modules():
         if isinstance(module, tables()):
             above = paths[path]
             while above:
                 above = above.rpartition(".")[0]
-                found.add(above)
-    return found
+                holders.add(above)
+    return holders
 
 
 def likely_heads(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -107,7 +107,7 @@ def likely_heads(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, 
     # the last linear layer is a head only if another layer is before it
     layers = sum(isinstance(module, nn.Linear | _ConvNd) for module in modules.values())
     last = next(reversed(linears), None) if layers > 1 else None
-    found: dict[str, None] = {}
+    heads: dict[str, None] = {}
     for path, module in modules.items():
         if not isinstance(module, nn.Linear | _ConvNd) or done(module):
             continue
@@ -123,11 +123,11 @@ def likely_heads(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, 
         by_shape = is_last and (is_whole or _is_output_like(module, largest))
         is_box = is_outside and path in linears and _is_box(module)
         if depth is not None:
-            found.setdefault(".".join(words[: depth + 1]), None)
+            heads.setdefault(".".join(words[: depth + 1]), None)
         elif by_name or by_shape or is_box:
-            found.setdefault(paths[path], None)
+            heads.setdefault(paths[path], None)
     by_plain = {paths[path]: module for path, module in modules.items()}
-    return {path: by_plain[path] for path in found}
+    return {path: by_plain[path] for path in heads}
 
 
 def _has(params: Collection[int]) -> Callable[[nn.Module], bool]:

@@ -130,16 +130,16 @@ def trainable_parameters(
     embeddings, routers = tables(), require_upstream("Router")
     why_vectors: dict[int, str | None] = {}
     layers: dict[int, list[int]] = {}  # the layers' weights in each chunk that reads the input
-    for key, its in by_param.items():
-        is_matrix = its[0].dims > 1
+    for key, uses in by_param.items():
+        is_matrix = uses[0].dims > 1
         # a tied weight is a layer's if one of its layers uses it so
-        reasons = [place.why_vector for place in its] if is_matrix else [None]
+        reasons = [place.why_vector for place in uses] if is_matrix else [None]
         why_vectors[key] = reasons[0] if all(reasons) else None
-        if is_matrix and its[0].of_input and why_vectors[key] is None:
-            layers.setdefault(its[0].chunk, []).append(key)
-    found = []
-    for key, its in by_param.items():
-        first, param = its[0], its[0].param
+        if is_matrix and uses[0].of_input and why_vectors[key] is None:
+            layers.setdefault(uses[0].chunk, []).append(key)
+    parameters = []
+    for key, uses in by_param.items():
+        first, param = uses[0], uses[0].param
         if not param.requires_grad:
             continue
         marked = id(param) in of_outputs or bool(getattr(param, OUTPUT_ATTRIBUTE, False))
@@ -152,15 +152,15 @@ def trainable_parameters(
             chunk=first.chunk,
             param=param,
             is_expert=not getattr(param, "allreduce", True),
-            is_embedding=marked or any(isinstance(place.module, embeddings) for place in its),
-            is_router=any(isinstance(place.module, routers) for place in its),
-            is_stack=stacks and any(place.is_stack for place in its),
+            is_embedding=marked or any(isinstance(place.module, embeddings) for place in uses),
+            is_router=any(isinstance(place.module, routers) for place in uses),
+            is_stack=stacks and any(place.is_stack for place in uses),
             why_vector=why_vectors[key],
-            convolution=next(filter(None, [place.convolution for place in its]), None),
+            convolution=next(filter(None, [place.convolution for place in uses]), None),
             is_input=len(its_layers) > 1 and its_layers[0] == key,
         )
-        found.append(parameter)
-    return found
+        parameters.append(parameter)
+    return parameters
 
 
 def check_dtypes(names: Mapping[torch.Tensor, str], what: str, *, double: bool = False) -> None:

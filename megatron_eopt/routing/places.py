@@ -124,7 +124,7 @@ def _places_in(chunk: int, model: nn.Module) -> Iterator[HeldParameter]:
     for path, module in modules.items():
         if not module._parameters:
             continue
-        mine = paths[path]
+        own_paths = paths[path]
         host, tensor = path, ""
         if isinstance(module, ParametrizationList):
             host, tensor = _host_of(path)
@@ -138,9 +138,9 @@ def _places_in(chunk: int, model: nn.Module) -> Iterator[HeldParameter]:
             yield HeldParameter(
                 param,
                 chunk,
-                joined(mine.plain, leaf),
-                _counted(joined(mine.counted, leaf), param, experts[path]),
-                _counted(joined(mine.wrapped, leaf), param, experts[path]),
+                joined(own_paths.plain, leaf),
+                _counted(joined(own_paths.counted, leaf), param, experts[path]),
+                _counted(joined(own_paths.wrapped, leaf), param, experts[path]),
                 paths[host].plain,
                 modules[host],
                 whole,
@@ -192,15 +192,15 @@ def _host_of(path: str) -> tuple[str, str]:
 
 def _is_gain(param: Tensor, originals: nn.Module) -> bool:
     """Whether a parameter is smaller than another of a parametrization, to be broadcast to it."""
-    mine = tuple(param.shape)
+    shape = tuple(param.shape)
     for other in originals._parameters.values():
-        theirs = () if other is None else tuple(other.shape)
-        if not mine and theirs:
+        other_shape = () if other is None else tuple(other.shape)
+        if not shape and other_shape:
             return True
-        fits = len(mine) == len(theirs) and all(
-            m in (1, t) for m, t in zip(mine, theirs, strict=True)
+        fits = len(shape) == len(other_shape) and all(
+            side in (1, other_side) for side, other_side in zip(shape, other_shape, strict=True)
         )
-        if fits and mine != theirs:
+        if fits and shape != other_shape:
             return True
     return False
 

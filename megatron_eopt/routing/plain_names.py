@@ -41,8 +41,8 @@ class Paths(NamedTuple):
 
 def plain_paths(model: nn.Module) -> dict[str, str]:
     """Return the path of each module without wrappers, by its path in ``named_modules``."""
-    found = paths_of(dict(model.named_modules()))
-    return {path: its.plain for path, its in found.items()}
+    paths = paths_of(dict(model.named_modules()))
+    return {path: own.plain for path, own in paths.items()}
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
@@ -61,17 +61,17 @@ def paths_of(
         modules: The model's ``named_modules``.
         words: What replaces the last component of some paths in the whole model.
     """
-    found = {"": Paths("", "", "")}
+    paths = {"": Paths("", "", "")}
     for path in modules:
         above, _, child = path.rpartition(".")
         if not path:
             continue
-        plain, counted, wrapped = found[above]
+        plain, counted, wrapped = paths[above]
         word = words.get(path, child)
         if not _holds(modules[above], child):
             plain, counted = joined(plain, child), joined(counted, word)
-        found[path] = Paths(plain, counted, joined(wrapped, word))
-    return found
+        paths[path] = Paths(plain, counted, joined(wrapped, word))
+    return paths
 
 
 def joined(above: str, leaf: str) -> str:
@@ -109,8 +109,8 @@ def _origin_of(cls: Any) -> type[nn.Module]:
         if getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls:
             break
         cls = next(base for base in reversed(cls.__bases__) if issubclass(base, nn.Module))
-    found: type[nn.Module] = cls
-    return found
+    origin: type[nn.Module] = cls
+    return origin
 
 
 def tensor_name(name: str) -> str:
@@ -138,14 +138,14 @@ def bare(name: str) -> str:
 
 def match_names(wanted: Iterable[str], given: Iterable[str]) -> dict[str, str]:
     """Return the name in ``given`` of each wanted one that is there, however both were wrapped."""
-    names, known = list(wanted), set(given)
-    found = {name: name for name in names if name in known}
-    left = Counter(bare(name) for name in names if name not in found)
+    names, given_names = list(wanted), set(given)
+    matches = {name: name for name in names if name in given_names}
+    left = Counter(bare(name) for name in names if name not in matches)
     others: dict[str, list[str]] = {}
-    for name in known.difference(found):
+    for name in given_names.difference(matches):
         others.setdefault(bare(name), []).append(name)
     for name in names:
-        its = others.get(bare(name), ())
-        if name not in found and left[bare(name)] == len(its) == 1:
-            found[name] = its[0]
-    return found
+        candidates = others.get(bare(name), ())
+        if name not in matches and left[bare(name)] == len(candidates) == 1:
+            matches[name] = candidates[0]
+    return matches

@@ -218,11 +218,11 @@ def overrides_of(
 
 def _key(values: Mapping[str, Any], params: Sequence[torch.Tensor]) -> ParamKey:
     """Return a key that matches exactly ``params``."""
-    known = {id(param) for param in params}
+    ids = {id(param) for param in params}
     name = ", ".join(f"{key}={value}" for key, value in values.items())
     label = f"the caller's group with {name}"
     # keys compare predicates by name, so equal groups have equal keys on all ranks
-    predicate = ParamWithNamePredicate(name=label, fn=lambda param, _: id(param) in known)
+    predicate = ParamWithNamePredicate(name=label, fn=lambda param, _: id(param) in ids)
     return ParamKey(with_name_predicate=predicate)
 
 

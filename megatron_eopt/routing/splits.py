@@ -76,7 +76,7 @@ def find_splits(
     """
     unknown: list[str] = []
     weights = list(_weights(places, flattened))
-    found = {
+    splits = {
         weight.param: _split_of(weight, () if weight.param in unsplit else which, unknown)
         for weight in weights
     }
@@ -88,8 +88,8 @@ def find_splits(
             of_all_layers(unknown),
         )
     if "per_head" in which:
-        _warn_of_heads(weights, found)
-    return {param: split for param, split in found.items() if split is not None}
+        _warn_of_heads(weights, splits)
+    return {param: split for param, split in splits.items() if split is not None}
 
 
 def of_all_layers(names: Iterable[str]) -> str:
@@ -155,8 +155,8 @@ def _split_of(weight: HeldParameter, which: Collection[SplitT], unknown: list[st
         argument = f"{weight.name}.eopt_split"
         raise ConfigurationError(argument, declared, rule, "Set one of these")
     is_convolution = weight.convolution is not None
-    known = inputs_first(weight.module, weight.leaf, weight.dims)
-    first = declared == "transposed" or bool(known)
+    inputs_come_first = inputs_first(weight.module, weight.leaf, weight.dims)
+    first = declared == "transposed" or bool(inputs_come_first)
     if declared is None and not is_convolution:
         lengths = declared_qkv(weight.param)
         if lengths is not None:
@@ -169,7 +169,7 @@ def _split_of(weight: HeldParameter, which: Collection[SplitT], unknown: list[st
         if fused is None and _looks_fused(weight):
             unknown.append(weight.name)
     grouped = isinstance(weight.owner, TEGroupedMLP)
-    if declared is None and known is None and weight.is_stack and not grouped:
+    if declared is None and inputs_come_first is None and weight.is_stack and not grouped:
         return _fitted(weight, lambda shape: replace(whole(shape), kind=NO_ORDER))
     if is_convolution or first or ((declared or grouped) and weight.dims != 2):
         return _fitted(weight, _turned(whole) if first else whole)
@@ -228,10 +228,10 @@ def _is_view(weight: HeldParameter, split: Split) -> bool:
 
 
 def _warn_of_heads(
-    weights: Iterable[HeldParameter], found: Mapping[nn.Parameter, Split | None]
+    weights: Iterable[HeldParameter], splits: Mapping[nn.Parameter, Split | None]
 ) -> None:
     """Warn of attention projections whose heads are not known, or if there are none at all."""
-    by_head = {param for param, split in found.items() if split is not None and split.is_by_head}
+    by_head = {param for param, split in splits.items() if split is not None and split.is_by_head}
     missing = [
         weight.name
         for weight in weights
@@ -272,8 +272,8 @@ def _has_gates(weight: HeldParameter) -> bool:
     if not _RECURRENT.match(weight.leaf):
         return False
     # it has as many rows as the one that multiplies the state, which without gates is square
-    its = dict(weight.module.named_parameters(recurse=False))
-    state = its.get(_RECURRENT.sub("weight_hh", weight.leaf))
+    params = dict(weight.module.named_parameters(recurse=False))
+    state = params.get(_RECURRENT.sub("weight_hh", weight.leaf))
     return state is not None and whole_shape(state)[0] > whole_shape(state)[-1]
 
 
