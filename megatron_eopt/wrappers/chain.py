@@ -400,27 +400,29 @@ class OptimizerChain(ChainedOptimizer):
         if self._overlap is not None:
             self._overlap.forget()
         finish_gathers(self.model_chunks)
-        self._check_and_load(state_dict)
+        # all ranks check before any rank writes, so that a load that fails changes nothing
+        raise_together(lambda: check_state_dict(state_dict))
+        if optimizer_state.REQUESTS in state_dict:
+            raise_together(lambda: optimizer_state.check(state_dict))
+            raise_together(lambda: optimizer_state.load(self.chained_optimizers, state_dict))
+        elif self.is_sharded:
+            # groups alone: `load_parameter_state` reads the main weights, which decide
+            self._load_groups(state_dict)
+            return
+        else:
+            local_state.load(
+                self.chained_optimizers, state_dict, self.policy, names_in(self._named_chunks)
+            )
         optimizer_state.pack_loaded(self.chained_optimizers)
         # main weights decide: without copies, each rank has loaded its part of the model's weights
         # only, and megatron-core's own state of rematerialized gate and up fits one size of group
         if self.is_sharded or self.settings.half is not None:
             self.quantize_and_sync_model_params_from_main_params()
 
-    def _check_and_load(self, state: Any) -> None:
-        # all ranks check before any rank writes, so that a load that fails changes nothing
-        raise_together(lambda: check_state_dict(state))
-        if optimizer_state.REQUESTS in state:
-            raise_together(lambda: optimizer_state.check(state))
-            raise_together(lambda: optimizer_state.load(self.chained_optimizers, state))
-        elif self.is_sharded:
-            raise_together(lambda: local_state.check_groups(state, is_enough=self._is_unmixed))
-            names = names_in(self._named_chunks)
-            raise_together(lambda: local_state.load_groups(self.chained_optimizers, state, names))
-        else:
-            local_state.load(
-                self.chained_optimizers, state, self.policy, names_in(self._named_chunks)
-            )
+    def _load_groups(self, state: Any) -> None:
+        raise_together(lambda: local_state.check_groups(state, is_enough=self._is_unmixed))
+        names = names_in(self._named_chunks)
+        raise_together(lambda: local_state.load_groups(self.chained_optimizers, state, names))
 
     def save_state_dict_to_file(self, filename: str) -> None:
         """Write this rank's state to a file, for checkpoints of format ``torch``."""
@@ -462,6 +464,7 @@ class OptimizerChain(ChainedOptimizer):
         optimizer_state.prepare(self.chained_optimizers, is_loading=True)
         super().load_parameter_state(filename, update_legacy_format=update_legacy_format)
         optimizer_state.pack_loaded(self.chained_optimizers)
+        self.quantize_and_sync_model_params_from_main_params()
 
     def _check_buffers(self, filename: str) -> None:
         """Raise a ConfigurationError if a file has the state of other parameters."""
