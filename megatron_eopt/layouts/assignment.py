@@ -149,10 +149,10 @@ def plan_waves(
     numbers = [0] * len(sizes)
     # in the order of costs, so that matrices of one shape come together and form few batches
     for i in sorted(range(len(sizes)), key=lambda i: (-costs[i], i)):
-        mine = [queues[rank] for rank in teams[i]]
+        team_queues = [queues[rank] for rank in teams[i]]
         # ranks that share a matrix compute it in the same wave: the latest that suits one of them
-        numbers[i] = max(queue.due(costs[i], sizes[i], wanted, max_bytes) for queue in mine)
-        for queue in mine:
+        numbers[i] = max(queue.due(costs[i], sizes[i], wanted, max_bytes) for queue in team_queues)
+        for queue in team_queues:
             queue.take(costs[i], sizes[i], numbers[i])
     order = sorted(range(len(sizes)), key=lambda i: (numbers[i], -costs[i], i))
     return [list(wave) for _, wave in groupby(order, key=numbers.__getitem__)]
@@ -161,8 +161,8 @@ def plan_waves(
 def first_uses[T](waves: Iterable[Iterable[T]]) -> list[list[T]]:
     """Return, for each wave, the items that no earlier wave has."""
     seen: set[T] = set()
-    found = []
+    fresh = []
     for items in waves:
-        found.append([item for item in dict.fromkeys(items) if item not in seen])
-        seen.update(found[-1])
-    return found
+        fresh.append([item for item in dict.fromkeys(items) if item not in seen])
+        seen.update(fresh[-1])
+    return fresh

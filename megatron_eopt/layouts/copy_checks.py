@@ -20,10 +20,10 @@ _BLOCKS: dict[str, tuple[int, list[Any]]] = {
 
 @KERNELS.checked_by
 def _copies(device: torch.device) -> Iterator[Case]:
-    kept: list[Tensor] = []  # so that each copy has addresses of its own
+    alive: list[Tensor] = []  # so that each copy has addresses of its own
     f32, bf16 = torch.float32, torch.bfloat16
     for kind, dtypes in product(_BLOCKS, ((f32, bf16), (bf16, f32))):
-        run = partial(_by_both, partial(_copied, kind, dtypes, device, kept))
+        run = partial(_by_both, partial(_copied, kind, dtypes, device, alive))
         name = f"copying {kind} blocks from {dtypes[0]} to {dtypes[1]}"
         yield Case(name, run)
         yield Case(f"{name}, elsewhere", run)
@@ -37,7 +37,7 @@ def _copied(
     kind: str,
     dtypes: tuple[torch.dtype, torch.dtype],
     device: torch.device,
-    kept: list[Tensor],
+    alive: list[Tensor],
     copy: Callable[[list[Tensor], list[Tensor]], None],
 ) -> list[Tensor]:
     """Return all memory around the blocks after they were written."""
@@ -49,10 +49,10 @@ def _copied(
         ]
         for side, dtype in enumerate(dtypes)
     )
-    kept += [*sources, *sinks]
+    alive += [*sources, *sinks]
     places = [(slice(2), slice(5), columns)[-len(size) :] for size, _, columns in blocks]
     outs, parts = (
-        [tensor[at] for tensor, at in zip(some, places, strict=True)] for some in (sinks, sources)
+        [tensor[at] for tensor, at in zip(side, places, strict=True)] for side in (sinks, sources)
     )
     copy(outs, parts)
     return [whole(sink) for sink in sinks]

@@ -53,7 +53,7 @@ def build_exchange(source: Boxes, sink: Boxes, rank: int, world_size: int) -> Ex
     to, from_ = sent.rank.argsort(kind="stable"), arriving.rank.argsort(kind="stable")
     packed, unpacked = packed.take(to), unpacked.take(from_)
     # a piece that its rank copies locally may come from a replica that is not the source
-    kept = [
+    local_pairs = [
         _meet(source.take(here), sink.take(there & ~wants)),
         _meet(source.take(here & sends), sink.take(there & wants)),
     ]
@@ -62,7 +62,7 @@ def build_exchange(source: Boxes, sink: Boxes, rank: int, world_size: int) -> Ex
         recv_sizes=tuple(arriving.held(world_size).tolist()),
         pack=_make_copies(packed, _on_wire(packed)),
         unpack=_make_copies(_on_wire(unpacked), unpacked),
-        keep=[copy for read, write in kept for copy in _make_copies(read, write)],
+        keep=[copy for read, write in local_pairs for copy in _make_copies(read, write)],
         # also true on a rank that sends nothing: either all ranks of the group call it, or none
         collective=bool(wants.any()),
     )
@@ -72,9 +72,9 @@ def _self_served(source: Boxes, sink: Boxes, world_size: int) -> Mask:
     """Return which sink boxes are entirely within the source boxes of the same rank."""
     i, j = matching(sink.matrix * world_size + sink.rank, source.matrix * world_size + source.rank)
     # boxes of one rank do not overlap, so the areas of intersections add up
-    held = np.zeros(len(sink), np.int64)
-    np.add.at(held, i, sink.take(i).clip(source.take(j)).area)
-    return np.equal(held, sink.area)
+    covered = np.zeros(len(sink), np.int64)
+    np.add.at(covered, i, sink.take(i).clip(source.take(j)).area)
+    return np.equal(covered, sink.area)
 
 
 def _meet(a: Boxes, b: Boxes) -> tuple[Boxes, Boxes]:

@@ -129,14 +129,14 @@ class Layout:
 
         Storage does not change. This selects Q from a fused weight that is stored transposed.
         """
-        rows, width, found = self.shape[0], 0, []
+        rows, width, selected = self.shape[0], 0, []
         for start, count in runs:
             run = Boxes.make(rank=0, corner=(0, start), size=(rows, count), offset=0, stride=0)
             boxes = self.boxes.clip(run)
             boxes = boxes.take(boxes.width > 0)
-            found.append(boxes.replace(COLUMN, boxes.column - start + width))
+            selected.append(boxes.replace(COLUMN, boxes.column - start + width))
             width += count
-        return Layout((rows, width), Boxes.join(found))
+        return Layout((rows, width), Boxes.join(selected))
 
     def fragments(self, rank: IntLike, holder: IntLike, start: IntLike, stop: IntLike) -> "Layout":
         """Return the layout after storage tensors are cut into flat ranges for other ranks.

@@ -111,9 +111,9 @@ def build_plan(
     shapes = [matrix.storage.shape for matrix in matrices]
     for which, boxes in (("storage", storage), ("compute", compute)):
         _check_cover([f"{name} ({which})" for name in names], shapes, boxes)
-    mine = storage.take(storage.rank == rank)
+    own_boxes = storage.take(storage.rank == rank)
     needed = np.zeros(len(index), np.int64)
-    np.maximum.at(needed, mine.tensor, mine.extent)
+    np.maximum.at(needed, own_boxes.tensor, own_boxes.extent)
     told = [
         (m.name, m.stored_in, m.returns, m.kind, m.storage.shape, m.compute.shape) for m in matrices
     ]
@@ -142,9 +142,9 @@ def _check_cover(names: Sequence[str], shapes: Sequence[tuple[int, int]], boxes:
     rows, cols = sides.T
     inside = (boxes.row >= 0) & (boxes.bottom <= rows[boxes.matrix])
     inside &= (boxes.column >= 0) & (boxes.right <= cols[boxes.matrix])
-    held = boxes.take(inside & (boxes.source == 1))
+    sources = boxes.take(inside & (boxes.source == 1))
     covered = np.zeros(len(names), np.uint64)
-    np.add.at(covered, held.matrix, held.weights)
+    np.add.at(covered, sources.matrix, sources.weights)
     wrong = covered != weights_of(np.zeros_like(sides), sides)
     # what is outside was left out of the sum, which may be right by itself
     wrong[boxes.matrix[~inside]] = True
@@ -183,13 +183,13 @@ def _plan_wave(
     # Offsets of other ranks are never read here, so 0 is as good as any.
     base = np.array([places.get(i, 0) for i in wave], np.int64)
     compute = compute.replace(OFFSET, compute.offset + base[compute.matrix])
-    held = [m for m in members if is_stored(m.storage)]
+    stored = [m for m in members if is_stored(m.storage)]
     # such as gradients of SOAP: they travel to owners, but no result returns in their place
     back = np.array([m.returns for m in members], bool)
     returned, results = compute.take(back[compute.matrix]), storage.take(back[storage.matrix])
     return WavePlan(
-        tensors=tuple(dict.fromkeys(m.stored_in for m in held)),
-        results=tuple(dict.fromkeys(m.stored_in for m in held if m.returns)),
+        tensors=tuple(dict.fromkeys(m.stored_in for m in stored)),
+        results=tuple(dict.fromkeys(m.stored_in for m in stored if m.returns)),
         batches=batches,
         compute_elements=elements,
         inward=build_exchange(storage, compute, rank, world_size),
@@ -220,7 +220,7 @@ def places_of(plan: ExchangePlan) -> dict[str, tuple[int, int, int]]:
 
     Values are the wave, the first element in its stack, and the number of elements.
     """
-    found = {}
+    places = {}
     for number, wave in enumerate(plan.waves):
         inward, outward = wave.inward, wave.outward
         moved = {copy.source for copy in inward.pack} | {copy.sink for copy in outward.unpack}
@@ -238,5 +238,5 @@ def places_of(plan: ExchangePlan) -> dict[str, tuple[int, int, int]]:
             again = Copy(0, index, (size,), (1, start), (1, 0))
             # not one that an earlier wave has loaded, whose memory is elsewhere by now
             if name in fresh and index not in moved and ways[index] == [there, again]:
-                found[name] = (number, start, size)
-    return found
+                places[name] = (number, start, size)
+    return places

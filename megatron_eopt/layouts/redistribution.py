@@ -221,8 +221,8 @@ class Redistribution:
                 side.join()
             with self._timed():
                 # without the tensors in their places, which need no copy
-                kept = [copy for copy in wave.inward.keep if copy.source in coming.stored]
-                run_copies(kept, coming.stored, [stack])
+                local_copies = [copy for copy in wave.inward.keep if copy.source in coming.stored]
+                run_copies(local_copies, coming.stored, [stack])
                 coming.finish(wave.inward, [stack])
             # The next wave is sent before this one is computed, so that it travels meanwhile. Its
             # buffers are free, since this wave has been unpacked. All ranks call collectives in
@@ -282,8 +282,8 @@ class Redistribution:
         stored = self._flat({name: self._results[name] for name in names})
         with self._timed():
             travelling = self._start(wave.outward, "out", [stack], stored)
-            kept = [copy for copy in wave.outward.keep if copy.sink in stored]
-            run_copies(kept, [stack], stored)
+            local_copies = [copy for copy in wave.outward.keep if copy.sink in stored]
+            run_copies(local_copies, [stack], stored)
         if placed:
             store(placed)
         return travelling
