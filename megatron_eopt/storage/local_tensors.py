@@ -27,8 +27,8 @@ def part_of(param: Tensor, whole: Tensor) -> Tensor:
         return whole[own_rows(param)]
     if is_in_a_bucket(param):
         # without this attribute, each rank has the whole parameter
-        held = getattr(param, "megatron_fsdp_slice", slice(None))
-        return whole.reshape(-1)[held].view(local_of(param).shape)
+        own_slice = getattr(param, "megatron_fsdp_slice", slice(None))
+        return whole.reshape(-1)[own_slice].view(local_of(param).shape)
     mesh, placements = param.device_mesh, param.placements
     part: Tensor = local_of(distribute_tensor(whole, mesh, placements, src_data_rank=None))
     return part

@@ -77,11 +77,11 @@ class ParamShard:
         self.main = self.param
         if not self.layouts:
             return
-        held, numel = int(self.pieces.area.sum()), math.prod(self.shape)
-        if held + self.padding != numel:
+        covered, numel = int(self.pieces.area.sum()), math.prod(self.shape)
+        if covered + self.padding != numel:
             rule = (
                 f"rank {self.ranks.rank} stores {numel} elements, but the {self.split.kind} "
-                f"split {self.split.describe()} covers {held}"
+                f"split {self.split.describe()} covers {covered}"
             )
             hint = "Correct partition_dim, tensor_model_parallel or the split of this parameter"
             raise ConfigurationError("layout", self.name, rule, hint)
@@ -93,8 +93,8 @@ class ParamShard:
 
     def held_of(self, tensor: Tensor) -> Tensor:
         """Return the elements of a tensor like the parameter that :attr:`main` holds, flat."""
-        held: Tensor = local_of(tensor).detach().reshape(-1)[self.start : self.stop]
-        return held
+        elements: Tensor = local_of(tensor).detach().reshape(-1)[self.start : self.stop]
+        return elements
 
     @property
     def global_name(self) -> str:
@@ -165,26 +165,26 @@ def fragment_layouts(
         fragments: One for each rank of the redistribution group, in order.
     """
     # a group may have thousands of ranks, few of which have a part; the others would make long keys
-    held = [(rank, item) for rank, item in enumerate(fragments) if item.start < item.stop]
-    return _layouts_of(split, partition_dim, tensor_size, tuple(held))
+    non_empty = [(rank, item) for rank, item in enumerate(fragments) if item.start < item.stop]
+    return _layouts_of(split, partition_dim, tensor_size, tuple(non_empty))
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def _layouts_of(
-    split: Split, partition_dim: int, tensor_size: int, held: tuple[tuple[int, Fragment], ...]
+    split: Split, partition_dim: int, tensor_size: int, non_empty: tuple[tuple[int, Fragment], ...]
 ) -> tuple[Layout, ...]:
     """Return the layouts for the non-empty fragments, each given with its rank."""
     # laid out as it is stored, one matrix per expert, from which columns are then selected
     if split.transposed:
-        experts = _layouts_of(whole(split.shape), partition_dim, tensor_size, held)
+        experts = _layouts_of(whole(split.shape), partition_dim, tensor_size, non_empty)
         return columns_of(split, experts)
     # ranks with equal fragments hold copies, of which the first rank sends
     holders: dict[Fragment, list[int]] = {}
-    for rank, fragment in held:
+    for rank, fragment in non_empty:
         holders.setdefault(fragment, []).append(rank)
     ranks = np.array([rank for same in holders.values() for rank in same], np.int64)
     sources = [same[0] for same in holders.values()]
-    of_rank = dict(held)
+    of_rank = dict(non_empty)
     ranges = np.array([of_rank[rank] for rank in ranks.tolist()], np.int64).reshape(-1, 3)
     # only slabs of which a rank of this group holds a part
     tensor_ranks = np.unique(ranges[:, 0]).tolist()
@@ -218,8 +218,8 @@ def columns_of(split: Split, experts: Sequence[Layout]) -> tuple[Layout, ...]:
     layouts = []
     for part in split.parts:
         # units are those of one expert; a part's matrices are ordered by expert, then unit
-        mine = [next(units) for _ in range(part.count // split.experts)]
-        layouts += [expert.select_columns(runs) for expert in experts for runs in mine]
+        part_columns = [next(units) for _ in range(part.count // split.experts)]
+        layouts += [expert.select_columns(runs) for expert in experts for runs in part_columns]
     return tuple(layouts)
 
 
@@ -227,12 +227,12 @@ def box_layouts(split: Split, layout: Layout) -> tuple[Layout, ...]:
     """Return the layouts of a split's matrices, given that of the whole parameter."""
     if len(split.matrices) == 1 and not split.transposed:
         return (layout,)
-    found = []
+    layouts = []
     for rows in matrix_rows(whole(split.shape) if split.transposed else split):
         # rows are in the order of the weight; the matrix is made in its own
         order = np.argsort(rows.logical, kind="stable")
-        found.append(layout.select_rows(rows.local[order], rows.length[order]))
-    return columns_of(split, found) if split.transposed else tuple(found)
+        layouts.append(layout.select_rows(rows.local[order], rows.length[order]))
+    return columns_of(split, layouts) if split.transposed else tuple(layouts)
 
 
 def group_by_ranks(shards: Iterable[ParamShard]) -> list[list[ParamShard]]:

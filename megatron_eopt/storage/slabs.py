@@ -98,15 +98,15 @@ class SlabRanks:
             members = gather_objects(dist.get_process_group_ranks(tensor), rows)
             places = {
                 rank: (number, piece)
-                for piece, its in enumerate(members)
-                for number, rank in enumerate(its)
+                for piece, tensor_ranks in enumerate(members)
+                for number, rank in enumerate(tensor_ranks)
             }
             # a group of the whole grid, because one all-to-all must reach all ranks that have a
             # part
             group = group_of_members(sorted(places))
             self._made[tensor, rows] = group, [places[rank] for rank in sorted(places)]
-        group, found = self._made[tensor, rows]
-        return Ranks.of(group), found
+        group, grid_places = self._made[tensor, rows]
+        return Ranks.of(group), grid_places
 
 
 def slab(
@@ -129,13 +129,13 @@ def slab(
         # dimension 0 means rows, also of a 3-D weight of experts, where rows are dimension -2
         shape[dim - 2] *= size
     split = split_of(param, tuple(shape))
-    held = param.numel()
+    numel = param.numel()
     # whole slabs; a piece of one has its own range below
-    fragments = [Fragment(rank, 0, held) for rank, _ in places]
+    fragments = [Fragment(rank, 0, numel) for rank, _ in places]
     if rows is not None:
         cuts = zip(fragments, places, strict=True)
         fragments = [fragment.of_rows(param, piece) for fragment, (_, piece) in cuts]
     layouts = fragment_layouts(split, dim, size, fragments)
-    mine = fragments[ranks.rank]
-    padding = held - (mine.stop - mine.start)
+    own_fragment = fragments[ranks.rank]
+    padding = numel - (own_fragment.stop - own_fragment.start)
     return ParamShard(name, param, split, layouts, ranks, tuple(param.shape), padding=padding)

@@ -38,12 +38,12 @@ def take_attributes(params: Iterable[Tensor]) -> bool:
 
     ``fully_shard`` replaces parameters without their attributes, such as a declared split.
     """
-    found = units(params)
-    for unit in found:
+    all_units = units(params)
+    for unit in all_units:
         for whole, shard in _members(unit):
             # what was set later, on the DTensor, counts
             vars(shard).update({**vars(whole), **vars(shard)})
-    return bool(found)
+    return bool(all_units)
 
 
 def kept_back(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -52,14 +52,14 @@ def kept_back(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     A unit reduces its gradients when each of its parameters has one of its own. Tied weights are
     two parameters with one gradient, so it waits for ever.
     """
-    kept: dict[int, Tensor] = {}
+    waiting: dict[int, Tensor] = {}
     missing = []
     for whole, shard in (member for unit in units(params) for member in _members(unit)):
-        if whole.grad is not None and id(whole) not in kept:
-            kept[id(whole)] = shard
+        if whole.grad is not None and id(whole) not in waiting:
+            waiting[id(whole)] = shard
         elif shard.grad is None:
             missing.append(shard)
-    return list(kept.values()), missing
+    return list(waiting.values()), missing
 
 
 def frozen_late(params: Iterable[Tensor]) -> Tensor | None:
