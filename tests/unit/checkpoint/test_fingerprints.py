@@ -10,7 +10,14 @@ from megatron.core import dist_checkpointing
 
 from megatron_eopt import checkpoints
 from megatron_eopt.base.agreement import CheckpointError
-from megatron_eopt.checkpoint.guard.files import LIST, fingerprint
+from megatron_eopt.checkpoint.files import CONFIG, METADATA, RANK_FILE
+from megatron_eopt.checkpoint.guard.files import (
+    LIST,
+    check,
+    fingerprint,
+    fingerprints_of,
+    write_list,
+)
 from tests.harness import run_ranks
 from tests.unit.checkpoint.test_pieces import Training
 
@@ -92,14 +99,74 @@ def test_some_files_of_another_save_are_refused_and_all_are_a_later_save(tmp_pat
         assert "all files are of a later save" in caplog.text
 
 
-def test_the_only_file_of_a_checkpoint_must_be_its_own(tmp_path):
-    name = "mp_rank_00/model_optim_rng.pt"
-    with checkpoints.replacing(tmp_path / "model") as path:
-        (path / name).parent.mkdir()
-        torch.save({"iteration": 1}, path / name)
-    torch.save({"iteration": 2}, tmp_path / "model" / name)
-    with pytest.raises(CheckpointError, match="is not the file"):
-        checkpoints.checked(tmp_path / "model")
+@pytest.mark.parametrize(
+    ("listed", "found", "foreign"),
+    [
+        ("a", "a", 0),
+        ("a", "b", 1),
+        ("ab", "ab", 0),
+        ("ab", "ac", 1),
+        ("ab", "cb", 1),
+        ("ab", "cd", "all"),
+        ("ab", "ba", 2),
+        ("ab", "ca", 2),
+        ("abc", "abd", 1),
+        ("abc", "ade", 2),
+        ("abc", "deb", 3),
+        ("abc", "def", "all"),
+        # a file that the list does not have
+        ("a", "ab", 0),
+        ("a", "bc", 1),
+    ],
+)
+def test_all_files_or_none_are_of_another_save(tmp_path, caplog, listed, found, foreign):
+    """Each letter is the content of one more rank's file."""
+
+    def write(contents: str) -> None:
+        for rank, content in enumerate(contents):
+            path = tmp_path / f"mp_rank_{rank:02d}" / RANK_FILE
+            path.parent.mkdir(exist_ok=True)
+            torch.save({"content": content}, path)
+
+    write(listed)
+    write_list(tmp_path, fingerprints_of(tmp_path))
+    write(found)
+    if foreign in (0, "all"):
+        check(tmp_path)
+    else:
+        others = rf", and so are {foreign - 1} other files\." if foreign > 1 else r"\."
+        with pytest.raises(CheckpointError, match=f"mp_rank_.* is not the file .* wrote{others}"):
+            check(tmp_path)
+    assert ("all files are of a later save" in caplog.text) == (foreign == "all")
+
+
+def test_the_same_configuration_is_no_vote(tmp_path, caplog):
+    for value in range(2):
+        dcp.save({"weight": torch.full((3,), float(value))}, checkpoint_id=tmp_path, no_dist=True)
+        (tmp_path / CONFIG).write_text('{"sharded_backend": "torch_dist"}')
+        if not value:
+            write_list(tmp_path, fingerprints_of(tmp_path))
+            (metadata,) = tmp_path.glob(METADATA)
+            before = metadata.read_bytes()
+    check(tmp_path)
+    assert "all files are of a later save" in caplog.text
+    metadata.write_bytes(before)
+    with pytest.raises(CheckpointError, match=r"distcp.* is not the file"):
+        check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("start", "slices", "expected"),
+    [
+        (b"PK\x03\x04", (), "fb341dba91800e1d6c84c961c6ef12f7"),
+        (b"plain", (), "48787814c2ce95b46c6fff606fa10790"),
+        (b"PK\x03\x04", ((0, 7000), (7000, 2000)), "4e8ffca4e506af8f2c0db4d8dbb4d158"),
+    ],
+)
+def test_lists_of_earlier_versions_stay_valid(tmp_path, start, slices, expected):
+    path = tmp_path / "file"
+    path.write_bytes((start + bytes(range(256)) * 36)[:9000])
+    assert fingerprint(path, slices) == expected
 
 
 def load_mixed(first: Path, second: Path, delayed: bool) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_eopt.layouts import assign_owners, plan_waves
+from megatron_eopt.layouts.assignment import first_uses
 from megatron_eopt.math import standard_flops
 from tests.harness.model_shapes import MODELS
 
@@ -78,6 +79,64 @@ def test_ranks_that_are_busy_get_less():
     # a matrix goes home only as far as the largest load allows
     near = assign_owners([1.0] * 8, 3, home=[0] * 8, busy=busy)
     assert (busy + np.bincount(near, minlength=3)).tolist() == [5.0, 5.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("costs", "home", "share", "owners"),
+    [
+        # the most expensive first, on ties the first matrix and the lowest rank
+        ([1, 1, 1], None, None, [0, 1, 2]),
+        ([1, 2, 1, 2], None, None, [2, 0, 2, 1]),
+        # of equal cost, and one without a home
+        ([3, 3, 3], [2, -1, 0], None, [2, 1, 0]),
+        # as far as the largest load allows, and no further
+        ([5, 4, 1], [0, 1, 1], None, [0, 1, 1]),
+        ([5, 4, 2], [0, 1, 1], None, [0, 1, 2]),
+        ([5, 1], [1, 1], None, [0, 1]),
+        # the larger gain first
+        ([6, 4, 2, 1], [0, 0, 1, 1], [1, 1, 2, 1], [0, 1, 1, 2]),
+        ([6, 4, 2, 1], [0, 0, 1, 1], [1, 1, 1, 2], [0, 1, 2, 1]),
+        # a move makes room for another one
+        ([6, 3, 3, 2], [0, 1, 1, 2], None, [0, 1, 1, 2]),
+    ],
+)
+def test_owners_on_three_ranks(costs, home, share, owners):
+    assert assign_owners(costs, 3, home=home, share=share).tolist() == owners
+
+
+@pytest.mark.parametrize(
+    ("owners", "costs", "sizes", "limits", "waves"),
+    [
+        # all bytes of a wave fit
+        ([0] * 4, [1] * 4, [1] * 4, (4,), [[0, 1, 2, 3]]),
+        ([0] * 4, [1] * 4, [1] * 4, (3,), [[0, 1], [2, 3]]),
+        ([0] * 5, [1] * 5, [1] * 5, (3,), [[0, 1], [2, 3, 4]]),
+        ([0] * 4, [1] * 4, [1] * 4, (1,), [[0], [1], [2], [3]]),
+        ([0] * 3, [2] * 3, [2] * 3, (3,), [[0], [1], [2]]),
+        # one that is too large is alone
+        ([0] * 3, [3, 2, 1], [1, 1, 4], (4,), [[0], [1], [2]]),
+        ([0] * 2, [5, 1], [5, 1], (4,), [[0], [1]]),
+        # the most expensive first
+        ([0] * 4, [1, 2, 1, 2], [1] * 4, (4,), [[1, 3, 0, 2]]),
+        # at least so many, and no empty ones
+        ([0] * 4, [1] * 4, [1] * 4, (4, 2), [[0, 1], [2, 3]]),
+        ([0] * 4, [1] * 4, [1] * 4, (4, 9), [[0], [1], [2], [3]]),
+        # the rank with less work spreads it over all waves
+        ([0] * 4 + [1] * 2, [1] * 6, [1] * 6, (1,), [[0], [1, 4], [2], [3, 5]]),
+        # ranks that share a matrix
+        ([(0, 1), 0, 0, 1], [1] * 4, [1] * 4, (1,), [[0], [1], [2, 3]]),
+        # without costs
+        ([0] * 3, [0] * 3, [1] * 3, (1,), [[0], [1], [2]]),
+        ([0] * 3, [0] * 3, [1] * 3, (3, 2), [[0, 1, 2]]),
+    ],
+)
+def test_waves(owners, costs, sizes, limits, waves):
+    limits = dict(zip(("max_bytes", "at_least"), limits, strict=False))
+    assert plan_waves(owners, costs, sizes, **limits) == waves
+
+
+def test_first_uses():
+    assert first_uses([[1, 2, 1], [2, 3], [1], [4, 3]]) == [[1, 2], [3], [], [4]]
 
 
 def test_no_matrices():
