@@ -45,7 +45,7 @@ class PlacedShards:
         of_ranks = (
             gather_objects(described, group) if self._ranks.group is not None else [described]
         )
-        if any(_wholes(its) != _wholes(described) for its in of_ranks):
+        if any(_wholes(of_rank) != _wholes(described) for of_rank in of_ranks):
             rule = (
                 "must be parts of the same parameters, in the same order, on all ranks of a group"
             )
@@ -53,7 +53,7 @@ class PlacedShards:
             raise ConfigurationError(PLACE_ATTRIBUTE, [n for n, *_ in described][:8], rule, hint)
         # first and last indices of each rank's box, and whether its copy counts
         self._boxes = {
-            param: _Boxes([its[number][1:3] for its in of_ranks])
+            param: _Boxes([of_rank[number][1:3] for of_rank in of_ranks])
             for number, param in enumerate(names)
         }
         for (param, boxes), (name, *_, whole) in zip(self._boxes.items(), described, strict=True):

@@ -127,9 +127,9 @@ def _shards(
     group: dist.ProcessGroup | None,
     computed_by: ComputedBy,
 ) -> list[ParamShard]:
-    held = _held_by_all(list(params.values()), group)
+    sizes = _held_by_all(list(params.values()), group)
     layouts = [
-        _layouts(name, param, split, group, held[:, number])
+        _layouts(name, param, split, group, sizes[:, number])
         for number, ((name, param), split) in enumerate(zip(params.items(), splits, strict=True))
     ]
     if group is not None:
@@ -160,14 +160,14 @@ def _held_by_all(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> I
 
 
 def _layouts(
-    name: str, param: Tensor, split: Split, group: dist.ProcessGroup | None, held: Int64Array
+    name: str, param: Tensor, split: Split, group: dist.ProcessGroup | None, sizes: Int64Array
 ) -> tuple[Layout, ...]:
     """Return the layouts of a parameter's logical matrices."""
     cols = split.cols
     if group is None or not isinstance(param, DTensor):
         layout = Layout.whole((param.numel() // cols, cols), 0)
     elif is_in_a_bucket(param):
-        return _fragments(param, split, _mesh_in(param, group), held)
+        return _fragments(param, split, _mesh_in(param, group), sizes)
     elif unit_of(param) is not None:
         layout = layout_in_unit(param, _mesh_in(param, group), cols, name)
     else:
@@ -177,17 +177,17 @@ def _layouts(
 
 
 def _fragments(
-    param: DTensor, split: Split, mesh: Int64Array, held: Int64Array
+    param: DTensor, split: Split, mesh: Int64Array, sizes: Int64Array
 ) -> tuple[Layout, ...]:
     """Return the layouts of a Megatron-FSDP parameter, given how many elements each rank has."""
     index = param.megatron_fsdp_dist_index  # type: ignore[attr-defined]
     dims = list(param.device_mesh.mesh_dim_names or ())
     # along this dimension, ranks have consecutive ranges; all others have copies or other slabs
-    of_data, stops = dims.index(index.dp_shard_dim), held[mesh]
+    of_data, stops = dims.index(index.dp_shard_dim), sizes[mesh]
     starts = np.zeros_like(stops)
     if not param.placements[of_data].is_replicate():
         stops = np.cumsum(stops, axis=of_data)
-        starts = stops - held[mesh]
+        starts = stops - sizes[mesh]
     slabs, cut, size = np.zeros_like(mesh), -1, 1
     if index.tp_dim in dims:
         of_tensor = dims.index(index.tp_dim)

@@ -159,9 +159,9 @@ def _register_owner(optimizer: Any, params: Iterable[Tensor]) -> None:
     It gets a ``number``, in the order of creation. Earlier owners of any of these parameters become
     ``superseded``: they raise if they step again. Optimizers of other parameters are not affected.
     """
-    number, mine = next(_numbers), list(params)
-    before = {_owners[param] for param in mine if param in _owners}
-    for param in mine:
+    number, own_params = next(_numbers), list(params)
+    before = {_owners[param] for param in own_params if param in _owners}
+    for param in own_params:
         _owners[param] = number
     # a rank may share no parameter with an earlier optimizer that other ranks share some with
     for earlier in gather_unique(sorted(before)):
@@ -217,13 +217,13 @@ def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
         for param, name in routing.names.items():
             refuse_part(param, name)
         check_dtypes(routing.names, "The distributed optimizer")
-        found = optimizer_specs(settings, routing, context.arguments, stand_ins=True)
-        kinds = {getattr(spec.optimizer, "momentum_dtype", "fp32") for spec in found}
+        specs = optimizer_specs(settings, routing, context.arguments, stand_ins=True)
+        kinds = {getattr(spec.optimizer, "momentum_dtype", "fp32") for spec in specs}
         if settings.config.muon_overlap_dp_comm and (rounded := kinds - {"fp32"}):
             rule = "needs momentum_dtype='fp32' for all parameters"
             hint = f"Remove momentum_dtype={min(rounded)!r}, or turn muon_overlap_dp_comm off"
             raise ConfigurationError("muon_overlap_dp_comm", True, rule, hint)
-        return found
+        return specs
 
     specs = raise_together(checked)
     sets = buffer_sets(

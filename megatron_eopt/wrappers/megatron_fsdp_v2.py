@@ -32,12 +32,12 @@ class UnitsOptimizer(UnevenOptimizer):
             rule = "was set after fully_shard, whose unit goes on computing its gradient"
             hint = "Freeze parameters before fully_shard"
             raise ConfigurationError(f"{self.names[frozen]}.requires_grad", False, rule, hint)
-        kept, missing = kept_back(self.names)
-        if kept:
+        waiting, missing = kept_back(self.names)
+        if waiting:
             names = ", ".join(self.names[p] for p in missing[:8] if p in self.names)
             rule = f"waits for gradients of other parameters of its unit, which have none: {names}"
             hint = "Untie shared weights, and freeze unused ones before fully_shard"
-            raise ConfigurationError("gradient", self.names[kept[0]], rule, hint)
+            raise ConfigurationError("gradient", self.names[waiting[0]], rule, hint)
 
     def compute_with_main_weights(self) -> None:
         """Copy main weights to the weights that the model computes with."""

@@ -59,21 +59,21 @@ def own_arguments(
     return {name: value for name, value in arguments.items() if name not in made.defaults}
 
 
-def _check_name(optimizer: str, name: str, value: object, known: Sequence[str]) -> None:
+def _check_name(optimizer: str, name: str, value: object, allowed: Sequence[str]) -> None:
     """Raise a ConfigurationError unless parameters of this optimizer may have the setting."""
     argument = f"config_overrides[...][{name!r}]"
     if name in _OF_THE_RUN:
         hint = f"Set {_OF_THE_RUN[name]} instead"
         raise ConfigurationError(argument, value, "cannot be set for some parameters", hint)
-    if name not in known:
+    if name not in allowed:
         rule = (
             f"{optimizer}, which updates these parameters, and Megatron's scheduler have no such "
         )
         rule += "setting"
         hint = did_you_mean(
             name,
-            [*known, *sorted(RATES)],
-            f"Use one of {', '.join(known)}, or let the key match other parameters",
+            [*allowed, *sorted(RATES)],
+            f"Use one of {', '.join(allowed)}, or let the key match other parameters",
             cutoff=0.75,
         )
         raise ConfigurationError(argument, value, rule, hint)

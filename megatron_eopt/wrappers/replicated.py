@@ -57,10 +57,10 @@ class Replicated(Storage):
         Raises:
             ConfigurationError: If a group has a parameter that came after this was built.
         """
-        known = {shard.main for shard in self.shards}
+        stepped = {shard.main for shard in self.shards}
         groups = self.optimizer.param_groups if self.assigned else ()
         for param in (param for group in groups for param in group["params"]):
-            if param not in known:
+            if param not in stepped:
                 raise fixed("param_groups", f"a new parameter of shape {tuple(param.shape)}")
         super().collect_gradients()
 

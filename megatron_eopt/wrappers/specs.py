@@ -51,11 +51,11 @@ class OptimizerSpec:
         if steps_in_pieces(cls):
             return "matrix_update"
         registered = entries().values()
-        known = {item.optimizer_cls for item in registered if item.state_layout == "element_wise"}
+        classes = {item.optimizer_cls for item in registered if item.state_layout == "element_wise"}
         if getattr(self.optimizer, "frob_normalize", False):
             # with this option, LaProp scales by norms of whole parameters
             return "matrix_state"
-        return "element_wise" if cls in known | ELEMENT_WISE_CLASSES else "matrix_state"
+        return "element_wise" if cls in classes | ELEMENT_WISE_CLASSES else "matrix_state"
 
 
 def optimizer_specs(
@@ -97,8 +97,8 @@ def optimizer_specs(
     # values may not be comparable, so only their presence counts; the sort keeps the order of
     # groups, which is the same on all ranks
     for kind in sorted(kinds, key=lambda kind: (kind[0] != main, *kind[:2], bool(kind[2]))):
-        (name, is_expert, only), mine = kind, kinds[kind]
-        groups = [param_group(g, [r.parameter.param for r in g.routes], **rates) for g in mine]
+        (name, is_expert, only), routed = kind, kinds[kind]
+        groups = [param_group(g, [r.parameter.param for r in g.routes], **rates) for g in routed]
         made_over = groups
         if plain or (stand_ins and name not in SCALAR_OPTIMIZERS):
             made_over = [{**group, **_stand_in()[0]} for group in groups]
@@ -106,10 +106,10 @@ def optimizer_specs(
         construct = functools.partial(makers[name], **dict(only))
         if name not in SCALAR_OPTIMIZERS:
             entry = entry_of(name)
-            known = constructor_parameters(entry.optimizer_cls)
-            if not stand_ins and "splits" in known:
+            accepted = constructor_parameters(entry.optimizer_cls)
+            if not stand_ins and "splits" in accepted:
                 construct = functools.partial(construct, splits=routing.matrices)
-            if "weight_decay" not in known:
+            if "weight_decay" not in accepted:
                 # as a scheduler writes it, also to groups of a class with its own value (Scion)
                 made_over = [{"weight_decay": settings.config.weight_decay, **g} for g in made_over]
         optimizer = _made(name, construct, made_over)
@@ -198,8 +198,8 @@ def fault_in(construct: Construct, weights: Sequence[Tensor]) -> str | None:
     except ValueError as error:
         return str(error).rstrip(".")
     pairs = zip(copies, weights, strict=True)
-    kept = all(copy.allclose(weight, 0, 0, equal_nan=True) for copy, weight in pairs)
-    return None if kept else "its constructor changes the weight, but cannot change stored shards"
+    same = all(copy.allclose(weight, 0, 0, equal_nan=True) for copy, weight in pairs)
+    return None if same else "its constructor changes the weight, but cannot change stored shards"
 
 
 def update_rule_over(

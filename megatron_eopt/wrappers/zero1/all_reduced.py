@@ -81,15 +81,15 @@ class AllReducedBuffer:
         shard = self._data.numel() // self.data_parallel_world_size
         # of all optimizers that train parameters of this bucket, each built while the others' are
         # frozen
-        known = bucket.__dict__.setdefault("fragments_of", {})
+        by_param = bucket.__dict__.setdefault("fragments_of", {})
         for param in (param for param in bucket.params_list if param in self.param_index_map):
             start, stop, _ = self.param_index_map[param]
-            known[param] = {
+            by_param[param] = {
                 rank: self._data[max(start, rank * shard) : min(stop, (rank + 1) * shard)]
                 for rank in range(start // shard, -(-stop // shard))
             }
         ranks = range(self.data_parallel_world_size)
-        by_rank = [[held[rank] for held in known.values() if rank in held] for rank in ranks]
+        by_rank = [[parts[rank] for parts in by_param.values() if rank in parts] for rank in ranks]
         # ``start_param_sync`` gathers these lists if DDP does not use the distributed optimizer
         bucket.set_layerwise_params_list(by_rank)
 

@@ -80,7 +80,7 @@ def unmixed_storages(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list
     State is created by the first step, as in megatron-core, or when it is saved.
     """
     by_kind = {item.is_expert: item for item in sharding.sets}
-    found = []
+    storages = []
     for spec in specs:
         assigned = []
         if spec.optimizer is not None:
@@ -90,8 +90,8 @@ def unmixed_storages(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list
             assigned = [AssignedRule(_element_wise(sharding, spec, params), spec.optimizer)]
         storage = sharding.storage(spec.optimizer, by_kind[spec.is_expert])
         storage.serve(assigned)
-        found.append(storage)
-    return found
+        storages.append(storage)
+    return storages
 
 
 def zero1_storages(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list[Zero1Optimizer]:
@@ -130,16 +130,16 @@ def _storage(
     served: list[tuple[UpdateRule, slice]] = []
     numbers = []
     for number, spec in enumerate(specs):
-        mine = _groups_in(spec, places, is_expert=buffers.is_expert)
-        if not mine:
+        own_groups = _groups_in(spec, places, is_expert=buffers.is_expert)
+        if not own_groups:
             continue
-        members = {param for group in mine for param in group["params"]}
+        members = {param for group in own_groups for param in group["params"]}
         of_base = {param: place for param, place in places.items() if param in members}
         update_rule = _update_rule_of(sharding, spec, of_base, buffers)
         update_rule.is_clipped = spec.is_clipped
         numbers.append(number)
-        served.append((update_rule, slice(len(groups), len(groups) + len(mine))))
-        groups += mine
+        served.append((update_rule, slice(len(groups), len(groups) + len(own_groups))))
+        groups += own_groups
     composite = ShardedOptimizer(groups, served, sharding.names)
     storage = sharding.storage(composite, buffers)
     storage.serve(composite.assigned)

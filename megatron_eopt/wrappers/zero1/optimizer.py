@@ -50,8 +50,8 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
         # megatron-core looks up the group of every parameter of the buffers, and raises KeyError
         owned = {param for group in param_groups for param in group["params"]}
         for bucket in (b for by_dtype in gbuf_ranges for kind in by_dtype.values() for b in kind):
-            held = bucket["param_map"]
-            bucket["param_map"] = {param: held[param] for param in held if param in owned}
+            param_map = bucket["param_map"]
+            bucket["param_map"] = {param: param_map[param] for param in param_map if param in owned}
         base: Any = super()
         return base._build_optimizer_group_ranges(param_groups, gbuf_ranges)
 
@@ -142,11 +142,11 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
                     grad = param.grad if grad is None else grad
                     main.grad = None if grad is None else shard.held_of(grad).float()
                     continue
-                known = self._gradients.get(param)
-                if known is None or known[0] is not grad or known[1] != address_of(grad):
-                    known = (grad, address_of(grad), shard.held_of(grad))
-                    self._gradients[param] = known
-                main.grad = known[2].float()
+                cached = self._gradients.get(param)
+                if cached is None or cached[0] is not grad or cached[1] != address_of(grad):
+                    cached = (grad, address_of(grad), shard.held_of(grad))
+                    self._gradients[param] = cached
+                main.grad = cached[2].float()
 
     # megatron-core's wrapper calls it by this name, if a member of a chain steps alone
     _copy_model_grads_to_main_grads = collect_gradients
@@ -181,11 +181,11 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
             super()._stage_model_params_from_main_params()
 
     def _param_view(self, param: Tensor) -> Tensor:
-        held = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
+        own_range = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
         buffer, _, bucket = self.model_param_gbuf_map[param]
         # from the bucket, not from the parameter: the all-gather sends this range of the bucket
         data: Tensor = self.buffers[buffer].buckets[bucket].param_data
-        return data.view(-1)[held.start : held.end]
+        return data.view(-1)[own_range.start : own_range.end]
 
     @property
     def buffer_params(self) -> list[str]:
