@@ -65,7 +65,9 @@ def forget_nesting(path: Path) -> None:
 @pytest.mark.parametrize("form", FILES)
 def test_a_checkpoint_needs_all_files_of_its_format(tmp_path, form):
     folder = tmp_path / "model"
-    assert not is_complete(folder)
+    assert is_complete(folder) is False
+    with pytest.raises(CheckpointError, match="does not exist"):
+        check(folder)
     write(folder, form)
     assert is_complete(folder)
     check(folder, every_byte=True)
@@ -107,6 +109,12 @@ def write_text(text: str) -> Callable[[Path], object]:
         *(("torch", name, cut, "cannot be read") for name in RANK_FILES),
         ("dcp", METADATA, cut, "cannot be read"),
         ("torch_dist", CONFIG, Path.unlink, "lacks the file"),
+        (
+            "torch_dist",
+            CONFIG,
+            write_text('{"sharded_backend": "torch_dist", "by": "another"}'),
+            "is not the file",
+        ),
         ("dcp", TENSORS, cut, r"has [\d,]+ of [\d,]+ bytes"),
         # the first and the last record of the tensors
         ("dcp", TENSORS, at(0), "does not contain the tensors"),
@@ -133,6 +141,13 @@ def test_a_changed_value_of_a_rank_is_found_only_if_every_byte_is_read(tmp_path)
     check(folder)
     with pytest.raises(CheckpointError, match=f"/{RANK_FILES[1]}.*wrong bytes"):
         check(folder, every_byte=True)
+
+
+def test_old_files_of_torch_have_no_checksums(tmp_path):
+    path = tmp_path / RANK_FILES[0]
+    path.parent.mkdir()
+    torch.save({"model": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+    check(tmp_path, every_byte=True)
 
 
 def test_tensors_are_in_the_order_of_their_places():

@@ -159,6 +159,7 @@ def test_the_same_configuration_is_no_vote(tmp_path, caplog):
     ("start", "slices", "expected"),
     [
         (b"PK\x03\x04", (), "fb341dba91800e1d6c84c961c6ef12f7"),
+        (b"PK\x03\x04", ((0, 100),), "294da0687d5d0dde73d58b4459a4442f"),
         (b"plain", (), "48787814c2ce95b46c6fff606fa10790"),
         (b"PK\x03\x04", ((0, 7000), (7000, 2000)), "4e8ffca4e506af8f2c0db4d8dbb4d158"),
     ],
