@@ -1,6 +1,7 @@
 """Train a small Llama with Muon in your own training loop with accelerate.
 
     accelerate launch examples/accelerate_loop.py
+    torchrun --nproc-per-node 2 examples/accelerate_loop.py
 
 Choose with ``accelerate config`` whether the model is replicated or sharded by FSDP2.
 """
@@ -66,7 +67,7 @@ def train(accelerator: Accelerator) -> Iterator[float]:
 
 def main() -> None:
     """Train and print the losses."""
-    accelerator = Accelerator(gradient_accumulation_steps=2)
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=not torch.cuda.is_available())
     for number, loss in enumerate(train(accelerator)):
         accelerator.print(f"batch {number}: loss {loss:.4f}")
 

@@ -8,19 +8,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing import serialization
+from megatron_eopt.base.quiet import importing_quietly
 
-from megatron_eopt.base.agreement import CheckpointError, from_rank_0
-from megatron_eopt.checkpoint.continuation import Policy
-from megatron_eopt.checkpoint.guard.files import check
-from megatron_eopt.checkpoint.guard.saves import (
-    absolute,
-    begin,
-    collecting_errors,
-    replacing,
-    whole,
-)
-from megatron_eopt.checkpoint.matching import match
+with importing_quietly():
+    from megatron.core.dist_checkpointing import serialization
+
+    from megatron_eopt.base.agreement import CheckpointError, from_rank_0
+    from megatron_eopt.checkpoint.continuation import Policy
+    from megatron_eopt.checkpoint.guard.files import check
+    from megatron_eopt.checkpoint.guard.saves import (
+        absolute,
+        begin,
+        collecting_errors,
+        replacing,
+        whole,
+    )
+    from megatron_eopt.checkpoint.matching import match
 
 __all__ = ["CheckpointError", "checked", "load", "replacing", "save"]
 

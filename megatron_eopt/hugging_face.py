@@ -8,15 +8,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-import transformers
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from torch.optim.lr_scheduler import LambdaLR
+from megatron_eopt.base.quiet import importing_quietly
 
-from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.config.config import EmergingOptimizerConfig
-from megatron_eopt.config.registry import Overrides
-from megatron_eopt.fsdp2 import build_optimizer
+with importing_quietly():
+    import torch
+    import transformers
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+    from torch.optim.lr_scheduler import LambdaLR
+
+    from megatron_eopt.base.errors import ConfigurationError
+    from megatron_eopt.config.config import EmergingOptimizerConfig
+    from megatron_eopt.config.registry import Overrides
+    from megatron_eopt.fsdp2 import build_optimizer
 
 
 class MuonTrainer(transformers.Trainer):

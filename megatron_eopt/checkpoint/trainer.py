@@ -16,7 +16,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import Float16Module
 from torch import nn
 
-from megatron_eopt.base.agreement import CheckpointError, from_rank_0, gather_unique, raise_together
+from megatron_eopt.base.agreement import (
+    CheckpointError,
+    from_rank_0,
+    gather_unique,
+    is_rank_0,
+    raise_together,
+)
 from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint import fsdp_dtensor
@@ -114,7 +120,15 @@ def _checked_load(
         if folder is not None and _read.get() is not None and not getattr(args, "ckpt_step", None):
             from_rank_0(lambda: _check_tracker(Path(folder)))
         try:
-            return original(ddp_model, optimizer, opt_param_scheduler, load_arg, *rest, **kwargs)
+            loaded = original(ddp_model, optimizer, opt_param_scheduler, load_arg, *rest, **kwargs)
+        except AssertionError as error:
+            # the trainer does not name the flag (optimizer_param_scheduler.py)
+            if "class input value" in str(error):
+                error.add_note(
+                    "Pass --override-opt-param-scheduler to follow the schedule of this run's "
+                    "flags, or --use-checkpoint-opt-param-scheduler for that of the checkpoint."
+                )
+            raise
         except RuntimeError as error:
             # the trainer raises this for Adam's state by bucket; the flag that it advises does not
             # help
@@ -129,6 +143,23 @@ def _checked_load(
                 raise
             rule = "cannot be loaded, for the reason that Megatron has printed above"
             raise damaged(folder, rule) from ended
+    if None not in (folder, args.save) and Path(folder) != Path(args.save) and is_rank_0():
+        _warn_of_later_checkpoints(Path(args.save), loaded[0])
+    return loaded
+
+
+def _warn_of_later_checkpoints(folder: Path, iteration: int) -> None:
+    """Warn if a run begins before the last checkpoint of another folder, to which it saves."""
+    try:
+        last = read_tracker(folder / TRACKER)
+    except (OSError, CheckpointError):
+        return
+    if last != "release" and last > iteration:
+        text = (
+            "This run begins at iteration %d, but %s has a checkpoint of iteration %d. The next "
+            "save will replace it as the last one. To go on from it, pass --load %s."
+        )
+        logger.warning(text, iteration, folder, last, folder)
 
 
 @contextmanager

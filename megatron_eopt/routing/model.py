@@ -203,7 +203,7 @@ def with_splits(routing: Routing, settings: Settings, places: Sequence[HeldParam
         )
     inputs = [r.parameter.name for r in routing.routes if r.why.startswith(INPUT_LAYER)]
     if inputs and is_rank_0():
-        logger.info(
+        logger.warning(
             "%s reads the input, so %s updates it. Set its eopt_split = 'whole' to let %s do so.",
             ", ".join(inputs),
             settings.scalar,

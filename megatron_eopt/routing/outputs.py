@@ -58,6 +58,10 @@ def output_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
     if not layers and patterns and not usual:
         rule = "none of these patterns matches the path of a module"
         hint = "Pass the path of the output layer, as model.named_modules() gives it"
+        linear = [plain for path, plain in paths.items() if isinstance(modules[path], nn.Linear)]
+        named = [plain for plain in linear if _HEAD.fullmatch(plain.rpartition(".")[2])]
+        if alike := named[:8] or linear[-1:]:
+            hint += f", such as {', '.join(map(repr, alike))}"
         raise ConfigurationError("output_layers", patterns, rule, hint)
     return layers
 

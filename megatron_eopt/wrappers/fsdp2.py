@@ -1,6 +1,7 @@
 """Build the optimizer of any PyTorch model, sharded or not, for your own training loop."""
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +13,7 @@ from megatron.core.optimizer.optimizer_config import (
     ParamKey,
     ParamWithNamePredicate,
 )
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -120,6 +121,7 @@ def build_optimizer(
         routing = _route(settings, model, config_overrides, outputs)
         frozen = Frozen([model])
     log_routing(settings, routing)
+    _warn_unless_connected()
     if settings.config.clip_grad and is_rank_0():
         clip = "optimizer.clip_grad_norm" if managing else "torch.nn.utils.clip_grad_norm_"
         text = "clip_grad=%s is not applied. Call %s in your training loop, or set clip_grad=0."
@@ -135,6 +137,18 @@ def build_optimizer(
     optimizer.frozen = frozen
     optimizer.step_checks = step_checks(settings, ((item, None) for item in optimizer.assigned))
     return optimizer
+
+
+def _warn_unless_connected() -> None:
+    """Warn if a launcher has started several processes, and each is about to train alone."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1" and not distributed.is_initialized():
+        logger.warning(
+            "WORLD_SIZE is %s, but processes are not connected: each trains a model of its own. "
+            "Call torch.distributed.init_process_group before build_optimizer; with accelerate on "
+            "CPUs, set ACCELERATE_USE_CPU=true.",
+            processes,
+        )
 
 
 def _route(

@@ -50,7 +50,7 @@ def test_the_page_of_plain_pytorch_trains_and_resumes(tmp_path, caplog, capsys, 
     # without a C++ compiler's half a minute
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     names = {}
-    for _, text in blocks((ROOT / "docs/how_to/pytorch.md").read_text(), "python"):
+    for _, text in blocks((ROOT / "docs/how_to/pytorch.md").read_text(), "python")[:2]:
         exec(text, names)
 
     def batches(step):
@@ -137,6 +137,13 @@ def test_a_trainer_of_unconnected_processes_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigurationError, match="use_cpu=True"):
         module.train(module.make_model("llama"), str(tmp_path))
+
+
+def test_an_own_loop_of_unconnected_processes_is_warned_of(monkeypatch, caplog):
+    """As of accelerate's on CPUs without ``cpu=True``."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    build_optimizer(Net(), config("adam"))
+    assert "WORLD_SIZE is 2, but processes are not connected" in caplog.text
 
 
 def resumed_rates(folder, checkpoint, learning_rate, overrides):

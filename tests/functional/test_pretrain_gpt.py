@@ -1,9 +1,12 @@
 """The training script at tiny sizes on two CPU processes."""
 
 import re
+from pathlib import Path
 
 import pytest
 
+from megatron_eopt.checkpoint.trainer import _warn_of_later_checkpoints
+from megatron_eopt.testing.pool import RankError
 from tests.functional.script import losses, train
 
 
@@ -15,10 +18,25 @@ def test_a_run_asks_for_the_rates_of_the_checkpoint(tmp_path, storage):
     first = train(*flags, "--save", str(tmp_path), "--save-interval", "3")
     resume = ["--load", str(tmp_path), "--ckpt-step", "3", "--lr", "0.05", "--min-lr", "0.02"]
     again = train(*flags, *resume, "--use-checkpoint-opt_param-scheduler")
+    with pytest.raises(RankError, match="Pass --override-opt-param-scheduler"):
+        train(*flags, *resume)
     own = train(*flags, *resume, "--override-opt_param-scheduler")
     assert rates(again) == rates(first)[3:]
     assert losses(again)[-1] == losses(first)[-1]
     assert min(rates(own)) > 0.02
+
+
+@pytest.mark.parametrize(
+    ("last", "warns"),
+    [("6", True), ("3", False), ("2", False), ("release", False), ("?", False), (None, False)],
+)
+def test_a_start_before_the_last_checkpoint_of_its_folder_is_warned_of(
+    tmp_path, caplog, last, warns
+):
+    if last is not None:
+        Path(tmp_path, "latest_checkpointed_iteration.txt").write_text(last)
+    _warn_of_later_checkpoints(tmp_path, 3)
+    assert ("begins at iteration 3" in caplog.text) == warns
 
 
 def rates(output):

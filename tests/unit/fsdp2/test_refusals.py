@@ -22,7 +22,12 @@ REFUSED = [
     ({"muon_skip_grad_clip": True}, {}, "cpu", r"skip_grad_clip=True: is not supported"),
     ({"grad_norm_skip_threshold": 0.0}, {}, "cpu", r"skip_threshold=0.0: works with get_meg"),
     ({}, {}, "meta", r"has no storage yet. Call model.to_empty"),
-    ({}, {"output_layers": ["classifier"]}, "cpu", r"none of these patterns matches"),
+    (
+        {},
+        {"output_layers": ["classifier"]},
+        "cpu",
+        r"none of these patterns matches.*such as 'lm_head'",
+    ),
 ]
 
 
