@@ -261,7 +261,8 @@ class _Request:
             self.architecture,
             self.machine,
             self.plan,
-            progress=_counted,
+            # it ends before the last one, so it does not tell how many there are
+            progress=lambda layouts: _counted(iter(layouts)),
             **self._batch,
         )
 
@@ -270,7 +271,7 @@ class _Request:
         return {"tokens": self.sources.tokens, "micro_batch": self.sources.micro_batch}
 
 
-def _counted[T](layouts: Sequence[T]) -> Iterable[T]:
+def _counted[T](layouts: Iterable[T]) -> Iterable[T]:
     """Return layouts, and show on stderr how many are done, unless it is done in seconds."""
     return tqdm(layouts, desc="layouts", delay=_SILENT)
 

@@ -43,7 +43,7 @@ def test_plans_are_printed():
     assert json.loads(data[1])["ranks"] == 4
     assert "on 4 x H100" in many[1]
     assert "left out: tp 8" in many[2]
-    assert "1 of 2 fit into 0.00065 GiB" in many[1]
+    assert "1 fit; 1 do not fit (0.00065 GiB" in many[1]
     assert "that fit: tp 2" in many[1]
     assert one[0] == many[0] == 0
 
@@ -62,8 +62,8 @@ def test_a_sweep_without_sizes_searches_what_the_model_allows():
     for words in ("tokens/s", "40% of the peak (--gpu-utilization)", "arXiv:2205.05198"):
         assert words in " ".join(dense[1].split())
     # tp 1, 2 and 4 with pp 1, 2
-    assert "5 of 5 fit into 80 GiB with their activations." in dense[1]
-    assert "0 of 5 fit into 0.0001 GiB" in unfit[1]
+    assert "5 fit (80 GiB, with activations)." in dense[1]
+    assert "0 fit; 5 do not fit (0.0001 GiB" in unfit[1]
     assert "Larger tp, pp or ep" in unfit[1]
     plans = json.loads(data[1])
     assert len(plans) == 10

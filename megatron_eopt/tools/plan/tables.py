@@ -206,10 +206,10 @@ def show_sweep(
     if any(plan.passes.recomputes for plan in found.plans):
         console.print("r: with full recomputation; activations would not fit without it.")
     number = sum(plan.spare > 0 for plan in found.plans)
-    more = f"; {found.longer} others take longer" if found.longer else ""
+    others = [f"{found.unfit} do not fit"] if found.unfit else []
+    others += [f"{found.longer} others take longer"] if found.longer else []
     console.print(
-        f"{number} of {number + found.unfit} fit into {capacity / _GIB:g} GiB with their "
-        f"activations{more}."
+        f"{'; '.join([f'{number} fit', *others])} ({capacity / _GIB:g} GiB, with activations)."
     )
     if found.best is not None:
         console.print(
