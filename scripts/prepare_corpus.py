@@ -16,8 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 from tqdm import tqdm
+
+from megatron_eopt.base.quiet import importing_quietly
+
+with importing_quietly():
+    from megatron.core.datasets.indexed_dataset import (
+        IndexedDatasetBuilder,
+        get_bin_path,
+        get_idx_path,
+    )
 
 END_OF_DOCUMENT = 256
 VOCABULARY_SIZE = 257
