@@ -3,7 +3,6 @@
 It needs ``pip install 'megatron-eopt[trainers]'``.
 """
 
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ with importing_quietly():
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
     from torch.optim.lr_scheduler import LambdaLR
 
+    from megatron_eopt.base.agreement import unconnected_processes
     from megatron_eopt.base.errors import ConfigurationError
     from megatron_eopt.config.config import EmergingOptimizerConfig
     from megatron_eopt.config.registry import Overrides
@@ -47,8 +47,7 @@ class MuonTrainer(transformers.Trainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
-        if self.accelerator.num_processes < processes:
+        if processes := unconnected_processes():
             rule = "processes were started that are not connected: each would train its own model"
             hint = "On CPUs, pass use_cpu=True to TrainingArguments"
             raise ConfigurationError("WORLD_SIZE", processes, rule, hint)

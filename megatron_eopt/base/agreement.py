@@ -5,6 +5,7 @@ are collective over the default process group unless they take another group.
 """
 
 import hashlib
+import os
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,6 +60,15 @@ def answered_by(answers: StandInPeers) -> Iterator[None]:
 
 def _is_alone() -> bool:
     return bool(_answers) or not distributed.is_initialized()
+
+
+def unconnected_processes() -> int:
+    """Return how many processes a launcher has started if they are not connected, else 0.
+
+    Each would train a model of its own.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    return processes if processes > 1 and not distributed.is_initialized() else 0
 
 
 def is_rank_0() -> bool:

@@ -1,7 +1,6 @@
 """Build the optimizer of any PyTorch model, sharded or not, for your own training loop."""
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,11 +12,11 @@ from megatron.core.optimizer.optimizer_config import (
     ParamKey,
     ParamWithNamePredicate,
 )
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.base.agreement import is_rank_0, raise_together
+from megatron_eopt.base.agreement import is_rank_0, raise_together, unconnected_processes
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.base.names import MOMENTUM, OUTPUT_ATTRIBUTE
 from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
@@ -141,12 +140,11 @@ def build_optimizer(
 
 def _warn_unless_connected() -> None:
     """Warn if a launcher has started several processes, and each is about to train alone."""
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if processes != "1" and not distributed.is_initialized():
+    if processes := unconnected_processes():
         logger.warning(
-            "WORLD_SIZE is %s, but processes are not connected: each trains a model of its own. "
-            "Call torch.distributed.init_process_group before build_optimizer; with accelerate on "
-            "CPUs, set ACCELERATE_USE_CPU=true.",
+            "WORLD_SIZE is %d, but processes are not connected: each trains a model of its own. "
+            "Call torch.distributed.init_process_group before build_optimizer, or pass cpu=True to "
+            "accelerate's Accelerator on CPUs.",
             processes,
         )
 
