@@ -50,6 +50,7 @@ with importing_quietly():
     from megatron_eopt.wrappers.builders import BUILDERS
     from megatron_eopt.wrappers.chain import OptimizerChain
     from megatron_eopt.wrappers.factory import get_megatron_optimizer
+    from megatron_eopt.wrappers.gradients import fuses_grad_scale
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,8 @@ def check(
     """Check that two ranks train as one does, and log what was checked; call it from a test.
 
     Weights, gradient norms and counts of zeros are compared after steps with and without clipping,
-    and after loading a checkpoint of one rank on two and of two on one.
+    and after loading a checkpoint of one rank on two and of two on one. A step with a gradient norm
+    that is not finite must leave weights and state as they are.
 
     Args:
         optimizer: Your optimizer's entry, of which all parts are at the top of modules, or the name
@@ -225,6 +227,7 @@ def _trained(case: _Case, expected: _Trained, tolerance: float, folder: str) -> 
     for what, mine, others in (("norm", norms, expected.norms), ("zeros", zeros, expected.zeros)):
         if any(abs(a - b) > tolerance * b for a, b in zip(mine, others, strict=True)):
             problems.append(f"gradient {what} of the steps is {mine}, not {others}")
+    problems += _changed_by_a_skipped_step(chunk, chain)
     return [f"{case.name} on {distributed.get_world_size()}: {line}" for line in problems]
 
 
@@ -286,20 +289,59 @@ def _train(
     """Take steps; return gradient norms, and append counts of zeros."""
     norms = []
     for step in range(first, stop):
-        chain.zero_grad()
-        for name, param in named_params(chunk):
-            # the norms are above and below that to which gradients are clipped
-            whole = random_tensor(f"{name} {step}", SHAPES[name]) * (0.01 if step % 2 else 1.0)
-            whole.view(-1)[::5] = 0
-            part = part_of(param, whole)
-            if getattr(param, "main_grad", None) is not None:
-                param.main_grad.copy_(part)
-            else:
-                param.grad = part.to(param.dtype)
+        _set_gradients(chunk, chain, step)
         _, norm, count = chain.step()
         norms.append(float(norm))
         zeros.append(float(count or 0))
     return norms
+
+
+def _set_gradients(chunk: Any, chain: OptimizerChain, step: int) -> None:
+    chain.zero_grad()
+    for name, param in named_params(chunk):
+        # the norms are above and below that to which gradients are clipped
+        whole = random_tensor(f"{name} {step}", SHAPES[name]) * (0.01 if step % 2 else 1.0)
+        whole.view(-1)[::5] = 0
+        part = part_of(param, whole)
+        if getattr(param, "main_grad", None) is not None:
+            param.main_grad.copy_(part)
+        else:
+            param.grad = part.to(param.dtype)
+
+
+def _changed_by_a_skipped_step(chunk: Any, chain: OptimizerChain) -> list[str]:
+    """Return a line for each weight or state that a step changes whose factor on gradients is nan.
+
+    On a GPU, where only the device knows that the norm is not finite, update rules skip the step.
+    """
+    storages = chain.chained_optimizers
+    if not all(fuses_grad_scale(storage) for storage in storages):
+        return []  # then the host knows, and no update rule steps
+    _set_gradients(chunk, chain, _STEPS)
+    chain.prepare_grads()
+    before = _everything(chunk, chain)
+    for rule in rules_of(storages):
+        rule.scale_gradients(torch.tensor(torch.nan))
+    for storage in storages:
+        storage.step_with_ready_grads()
+    return [
+        f"the {key} is changed by a step that is skipped, because self.grad_scale is nan"
+        for key, value in _everything(chunk, chain).items()
+        if not torch.equal(value, before[key])
+    ]
+
+
+def _everything(chunk: Any, chain: OptimizerChain) -> dict[str, Tensor]:
+    """Return copies of what this rank has of main weights and of their state."""
+    found, names = {}, {param: name for name, param in named_params(chunk)}
+    for storage in chain.chained_optimizers:
+        for item in storage.shards:
+            values = {"weight": item.main.detach(), **storage.optimizer.state[item.main]}
+            for key, value in values.items():
+                if isinstance(value, (Tensor, int, float)):
+                    tensor = local_of(torch.as_tensor(value))
+                    found[f"{key} of {names[item.param]}"] = tensor.clone()
+    return found
 
 
 def _mains(chunk: Any, chain: OptimizerChain) -> Iterator[tuple[str, Any, Tensor]]:

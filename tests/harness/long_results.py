@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -41,12 +42,16 @@ class LongResults:
         self._path = path
         self._entries: dict[str, _Entry] = {}
         self._faults: dict[str, Counter[str]] = defaultdict(Counter)
+        self._outcomes: Counter[str] = Counter()
+        self._begin = time.monotonic()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" and report.outcome == "passed":
             for name, counts in report.user_properties:
                 if name.startswith(FAULT):
                     self._add_faults(name.removeprefix(FAULT), str(counts))
+        if report.when == "call" or report.outcome != "passed":
+            self._outcomes[report.outcome] += 1
         if "long" not in report.keywords:
             return
         entry = self._entries.setdefault(report.nodeid, _Entry())
@@ -63,6 +68,8 @@ class LongResults:
             self._faults[fault][outcome] += int(number)
 
     def pytest_sessionfinish(self) -> None:
+        minutes = (time.monotonic() - self._begin) / 60
+        totals = [f"{self._outcomes[name]:,} {name}" for name in ("passed", "failed", "skipped")]
         lines = [
             "# Results of the long tests",
             "",
@@ -71,6 +78,8 @@ class LongResults:
             "",
             f"Commit `{_commit()}`, torch {torch.__version__}, Python "
             f"{platform.python_version()}, {os.cpu_count()} cores.",
+            f"The whole run, with the tests of every change: {', '.join(totals)}, "
+            f"{minutes:.0f} minutes.",
             "",
         ]
         tests: dict[str, dict[str, _Entry]] = {}

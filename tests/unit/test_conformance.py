@@ -131,3 +131,25 @@ def test_a_rule_that_is_wrong_with_megatron_fsdp_alone_fails():
     lines = str(raised.value).splitlines()
     assert lines
     assert all(line.startswith("in_megatron_fsdp") for line in lines), lines
+
+
+class ForgetfulRule(MuonRule):
+    """Scales its momentum by the factor that clips, which is nan when a step is skipped."""
+
+    def _directions(self, items, arriving, outs):
+        if self.grad_scale is not None:
+            for item in items.values():
+                item.state["momentum_buffer"].mul_(self.grad_scale)
+        return super()._directions(items, arriving, outs)
+
+
+class ForgetfulMuon(TensorParallelMuon):
+    update_rule_class = ForgetfulRule
+
+
+def test_a_rule_that_changes_state_in_a_skipped_step_fails():
+    with pytest.raises(conformance.ConformanceError) as raised:
+        conformance.check(entry_of(ForgetfulMuon))
+    lines = str(raised.value).splitlines()
+    assert lines[0].startswith("in_zero1 on 1: the momentum_buffer of qkv.weight is changed")
+    assert all("momentum_buffer" in line and "self.grad_scale is nan" in line for line in lines)
