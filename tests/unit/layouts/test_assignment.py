@@ -113,6 +113,18 @@ def test_owners_on_three_ranks(costs, home, share, owners):
         ([0] * 5, [1] * 5, [1] * 5, (3,), [[0, 1], [2, 3, 4]]),
         ([0] * 4, [1] * 4, [1] * 4, (1,), [[0], [1], [2], [3]]),
         ([0] * 3, [2] * 3, [2] * 3, (3,), [[0], [1], [2]]),
+        # bytes count, however small the costs are
+        ([0] * 8, [3] * 3 + [2] * 5, [6] * 3 + [1] * 5, (12,), [[0, 1], [2, 3, 4, 5, 6, 7]]),
+        # an empty wave takes one that is too large, beside those of another rank
+        (
+            [0] * 4 + [1] * 4,
+            [3, 3, 2, 2] * 2,
+            [20] + [1] * 7,
+            (12,),
+            [[0, 4, 5], [1, 2, 3, 6, 7]],
+        ),
+        # a cost that rounding takes from a sum
+        ([0] * 2, [1e20, 1], [1] * 2, (4, 2), [[0, 1]]),
         # one that is too large is alone
         ([0] * 3, [3, 2, 1], [1, 1, 4], (4,), [[0], [1], [2]]),
         ([0] * 2, [5, 1], [5, 1], (4,), [[0], [1]]),
@@ -149,7 +161,8 @@ def test_no_matrices():
 def test_waves_are_a_bounded_partition(data, ranks, at_least):
     sizes = data.draw(st.lists(st.integers(1, 9), max_size=20))
     owners = [data.draw(st.integers(0, ranks - 1)) for _ in sizes]
-    waves = plan_waves(owners, sizes, sizes, max_bytes=12, at_least=at_least)
+    costs = [data.draw(st.integers(0, 9)) for _ in sizes]
+    waves = plan_waves(owners, costs, sizes, max_bytes=12, at_least=at_least)
     assert sorted(i for wave in waves for i in wave) == list(range(len(sizes)))
     for wave in waves:
         for rank in range(ranks):
