@@ -140,6 +140,7 @@ def test_owners_on_three_ranks(costs, home, share, owners):
         # without costs
         ([0] * 3, [0] * 3, [1] * 3, (1,), [[0], [1], [2]]),
         ([0] * 3, [0] * 3, [1] * 3, (3, 2), [[0, 1, 2]]),
+        ([0, 0, 1, 1], [1, 1, 0, 0], [1] * 4, (1,), [[0, 2], [1, 3]]),
     ],
 )
 def test_waves(owners, costs, sizes, limits, waves):
