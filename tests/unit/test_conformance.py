@@ -87,6 +87,13 @@ def entry_of(cls):
     return EmergingOptimizerEntry(cls, state_layout="matrix_update", prefixes=("muon",))
 
 
+def problems_of(cls):
+    """Return the lines of the error that the check raises."""
+    with pytest.raises(conformance.ConformanceError) as raised:
+        conformance.check(entry_of(cls))
+    return str(raised.value).splitlines()
+
+
 @pytest.mark.parametrize("cls", [RowsMuon, NormMuon])
 def test_an_update_of_whole_matrices_conforms(cls, caplog):
     with caplog.at_level(logging.INFO, "megatron_eopt"):
@@ -104,9 +111,7 @@ def test_an_update_of_whole_matrices_conforms(cls, caplog):
 
 @pytest.mark.parametrize("cls", [WrongRowsMuon, WrongNormMuon])
 def test_a_rule_that_takes_slabs_for_matrices_fails(cls):
-    with pytest.raises(conformance.ConformanceError) as raised:
-        conformance.check(entry_of(cls))
-    lines = str(raised.value).splitlines()
+    lines = problems_of(cls)
     assert lines
     assert all(line.startswith("in_zero1, in teams on 2") for line in lines)
 
@@ -126,9 +131,7 @@ class PairsMuon(TensorParallelMuon):
 
 
 def test_a_rule_that_is_wrong_with_megatron_fsdp_alone_fails():
-    with pytest.raises(conformance.ConformanceError) as raised:
-        conformance.check(entry_of(PairsMuon))
-    lines = str(raised.value).splitlines()
+    lines = problems_of(PairsMuon)
     assert lines
     assert all(line.startswith("in_megatron_fsdp") for line in lines), lines
 
@@ -148,8 +151,6 @@ class ForgetfulMuon(TensorParallelMuon):
 
 
 def test_a_rule_that_changes_state_in_a_skipped_step_fails():
-    with pytest.raises(conformance.ConformanceError) as raised:
-        conformance.check(entry_of(ForgetfulMuon))
-    lines = str(raised.value).splitlines()
+    lines = problems_of(ForgetfulMuon)
     assert lines[0].startswith("in_zero1 on 1: the momentum_buffer of qkv.weight is changed")
     assert all("momentum_buffer" in line and "self.grad_scale is nan" in line for line in lines)
