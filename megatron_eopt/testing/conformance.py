@@ -332,15 +332,14 @@ def _changed_by_a_skipped_step(chunk: Any, chain: OptimizerChain) -> list[str]:
 
 
 def _everything(chunk: Any, chain: OptimizerChain) -> dict[str, Tensor]:
-    """Return copies of what this rank has of main weights and of their state."""
+    """Return copies of what this rank has of weights, main weights and state."""
     found, names = {}, {param: name for name, param in named_params(chunk)}
     for storage in chain.chained_optimizers:
         for item in storage.shards:
-            values = {"weight": item.main.detach(), **storage.optimizer.state[item.main]}
+            values = {"weight": local_of(item.param).detach(), **storage.tensors_of(item)}
             for key, value in values.items():
                 if isinstance(value, (Tensor, int, float)):
-                    tensor = local_of(torch.as_tensor(value))
-                    found[f"{key} of {names[item.param]}"] = tensor.clone()
+                    found[f"{key} of {names[item.param]}"] = torch.as_tensor(value).clone()
     return found
 
 
