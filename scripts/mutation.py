@@ -38,9 +38,6 @@ TESTS = {
     "routing/routes": "routing/test_routes.py",
     "routing/groups": "routing/test_routes.py routing/test_grouping_properties.py",
     "routing/parameters": "routing/test_routes.py routing/test_cut_dimension.py",
-    "contrib/spot_checks:_what_differs": (
-        "optimizers/test_spot_checks.py::test_most_ranks_are_more_than_half"
-    ),
     "layouts/redistribution:_check_agreement": (
         "layouts/test_redistribution.py::test_the_ranks_with_another_plan_than_most_are_named"
     ),

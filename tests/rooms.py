@@ -22,11 +22,6 @@ OUTSIDE = {
         "megatron_eopt/testing megatron_eopt/extending.py examples/cautious_muon.py",
         "unit/test_conformance.py unit/test_contributed.py",
     ),
-    "contrib": (
-        "megatron_eopt/contrib megatron_eopt/extending.py",
-        "unit/optimizers/test_spot_checks.py unit/fsdp2/test_spot_checks.py"
-        " unit/megatron_fsdp/test_spot_checks.py unit/wrappers/test_faults_in_one_copy.py",
-    ),
     "cpu": ("megatron_eopt/cpu", "unit/cpu"),
     "kernels": (
         "megatron_eopt/base/kernels.py megatron_eopt/math megatron_eopt/layouts",

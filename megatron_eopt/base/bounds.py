@@ -25,7 +25,6 @@ BOUNDS: dict[str, dict[str, float]] = {
     "optimizer_offload_fraction": {"at_least": 0.0, "at_most": 1.0},
     "matrix_buffer_mb": {"at_least": SMALLEST_MATRIX_BUFFER_MB},
     "muon_max_ranks_per_matrix": {"at_least": 1.0},
-    "muon_check_fraction": {"at_least": 0.0, "at_most": 1.0},
 }
 """A field that sets a constructor's argument, such as ``muon_momentum``, has that one's bounds."""
 

@@ -57,10 +57,6 @@ class NonFiniteError(FloatingPointError):
         self.names = names
 
 
-class SpotCheckError(RuntimeError):
-    """Ranks computed different updates of a matrix; no weight or state has changed, on any rank."""
-
-
 @contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
     """Make errors call settings what the caller calls them; ``names`` are by the raiser's names."""

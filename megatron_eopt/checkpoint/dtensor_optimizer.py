@@ -30,7 +30,6 @@ from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.lending import keep
 from megatron_eopt.optimizers.sharded_optimizer import Served, ShardedOptimizer
-from megatron_eopt.optimizers.step_checks import StepChecks
 from megatron_eopt.optimizers.update_rule import ParamGroup, check_may_step, set_step
 from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
 from megatron_eopt.routing.frozen import Frozen
@@ -61,8 +60,6 @@ class DTensorOptimizer(ShardedOptimizer):
     collects_stats = False  # whether to measure the next steps; the same on all ranks
     steps = 0  # number of steps done
     _observer: StepObserver | None = None
-    # see Note [Spot checks]; those of a chain are the chain's
-    step_checks: StepChecks | None = None
     frozen: Frozen | None = None  # notices what is unfrozen later, in your own loop
 
     def __init__(
@@ -90,11 +87,7 @@ class DTensorOptimizer(ShardedOptimizer):
             self.frozen.warn()
         observer = self._observer if self.collects_stats else None
         with observer.collecting() if observer else nullcontext(), matmul_precision():
-            check = None if self.step_checks is None else self.step_checks.due(self.steps)
-            if check is not None:
-                self._take_up_groups()
-            with check or nullcontext():
-                super()._step()
+            super()._step()
             self.steps += 1
 
     def observe(self, observer: StepObserver) -> None:

@@ -108,11 +108,6 @@ class EmergingOptimizerConfig(OptimizerConfig):
     """Overlap Muon's step with gradient reduction and parameter gathering; results do not change.
     Needs ``overlap_grad_reduce``, ``overlap_param_gather`` and 2 more bytes per weight."""
 
-    muon_check_fraction: float = 0.0
-    """How often a second rank computes each of Muon's matrices, too: 0.01 is in one of 100 steps,
-    before it changes weights. Different bits show a faulty device or message, and stop all ranks;
-    0 is never."""
-
     muon_momentum_dtype: MomentumDtypeT = "fp32"
     """How Muon and adaptive Muon store momentum: "fp32", "bf16" (2 bytes, stochastic rounding), or
     "fp8" and "int8" (about 1 byte, one scale per 32 values). Fewer bits save memory."""

@@ -33,7 +33,6 @@ _DRAWS = frozenset({"psgd_pro"})
 _FACTORY_FIELDS = frozenset(
     {"muon_scalar_optimizer", "muon_lr", "muon_min_lr", "muon_skip_grad_clip"}
     | {"muon_orthogonalize_router", "muon_ignore_use_muon", "muon_convolutions"}
-    | {"muon_check_fraction"}
     | {f"muon_split_{kind}" for kind in get_args(SplitT.__value__)}
 )
 """Fields of Muon that are not arguments of its constructor."""

@@ -4,15 +4,13 @@ import math
 from collections import ChainMap
 from collections.abc import (
     Callable,
-    Collection,
     Iterable,
-    Iterator,
     Mapping,
     MutableMapping,
     Sequence,
 )
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -122,9 +120,6 @@ class MatrixExchange:
         arrivals: For each wave, the shards that it is the first to need; the same on all ranks.
         blockwise: Whether each rank's piece counts as a matrix of its own.
         dtype: Dtype of stacks and of what is sent.
-        wave_elements: Most elements of a wave that one owner holds.
-        skipped: Matrices that the next runs leave as they are; the same on all ranks.
-        insert_checked: Writes what was computed before the step over updates; see `step_checks.py`.
 
     Raises:
         ConfigurationError: If shards do not add up to their matrices, or ranks disagree on them.
@@ -144,12 +139,9 @@ class MatrixExchange:
         self.ranks: Ranks = shards[0].ranks
         self.device = torch.device(config.device)
         self.blockwise = config.mode == "blockwise" and self.ranks.size > 1
-        self.skipped: Collection[int] = frozenset()
-        self.insert_checked: Callable[[Mapping[int, Tensor]], None] | None = None
         self._update = update
         self._batched = config.batched
         self.dtype = config.dtype
-        self.wave_elements = config.wave_bytes // config.dtype.itemsize
         numbers = range(len(shards)) if numbers is None else numbers
         self._shards = dict(zip(numbers, shards, strict=True))
         count = self._operands = len(operands)
@@ -269,14 +261,12 @@ class MatrixExchange:
                 if (place := self.redistribution.place(self._shards[n].name)) is not None:
                     outs[n] = place
             found = directions(members, self.arrivals[wave], outs)
-            return {name: self.input_of(self._number_of[name], found) for name in names}
+            return {name: self._input_of(self._number_of[name], found) for name in names}
 
         def store(results: Mapping[str, Tensor]) -> None:
             updates = {self._shard_of[name]: update for name, update in results.items()}
             # others took part with zeros, because the plan is fixed; they must not change
             updates = {n: update for n, update in updates.items() if n in items}
-            if self.insert_checked is not None:
-                self.insert_checked(updates)
             apply([items[n] for n in updates], updates)
 
         if host is None:
@@ -296,7 +286,7 @@ class MatrixExchange:
         # off-loaded tensors have streams of their own
         host.run_waves(self.redistribution, load, self.compute, store, params_of, owned_of, state)
 
-    def input_of(self, number: int, directions: Mapping[int, Tensor]) -> Tensor:
+    def _input_of(self, number: int, directions: Mapping[int, Tensor]) -> Tensor:
         """Return what is sent of a tensor: the direction, or zeros if there is none."""
         if number in directions:
             return directions[number].contiguous()
@@ -322,17 +312,6 @@ class MatrixExchange:
             for name, d in zip(names, directions, strict=True)
         ]
 
-    def compute_alone(self, stack: Tensor, matrices: Sequence[int]) -> None:
-        """Replace a stack ``(batch, rows, cols)`` of whole matrices by updates; on this rank."""
-        rows, cols = stack.shape[-2:]
-        self._update(stack, matrices, None, (rows, cols))
-
-    def most_in_stack(self, shape: tuple[int, int]) -> int:
-        """Return how many matrices of a shape one rank may compute in one call."""
-        if self.blockwise or not self._batched:
-            return 1
-        return max(1, self.wave_elements // math.prod(shape))
-
     def compute(self, batch: WaveBatch) -> None:
         """Replace a batch's directions by updates, as :class:`Redistribution` asks."""
         count = self._operands
@@ -342,23 +321,10 @@ class MatrixExchange:
         rows, cols = batch.tensor.shape[-2:]
         # in blockwise mode, a piece is scaled as a matrix of its own
         shape = (rows, cols) if self.blockwise else self._shapes[matrices[0]]
-        one_call = self._batched and not self.skipped
-        for first, last in [(0, len(matrices))] if one_call else self._calls_for(matrices):
-            stack = batch.tensor[count * first : count * last]
-            self._update(stack, matrices[first:last], reduce, shape)
-
-    def _calls_for(self, matrices: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield what is computed in one call: the first place in a batch, and one past the last.
-
-        Skipped matrices were computed before the step (step_checks.py), which also puts in their
-        updates.
-        """
-        # runs of neighbours are views of the stack, others would be copies
-        kinds = [(m in self.skipped, self._batched or n) for n, m in enumerate(matrices)]
-        for (is_skipped, _), places in groupby(range(len(kinds)), kinds.__getitem__):
-            if not is_skipped:
-                first, *rest = places
-                yield first, first + len(rest) + 1
+        most = len(matrices) if self._batched else 1  # in one call
+        for first in range(0, len(matrices), most):
+            stack = batch.tensor[count * first : count * (first + most)]
+            self._update(stack, matrices[first : first + most], reduce, shape)
 
 
 class _Sum:

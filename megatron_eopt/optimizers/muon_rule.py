@@ -176,11 +176,11 @@ class MuonRule(UpdateRule):
 
     def look_ahead(
         self, items: Mapping[int, ParamWithGrad], outs: Mapping[int, Tensor]
-    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Return directions, as they are sent, and what momenta will be; the state stays."""
+    ) -> dict[int, Tensor]:
+        """Return directions, as they are sent; the state stays."""
         # into copies: the step itself will do the same to the state
         momenta = {n: kept.clone() for n, kept in self._momenta(items).items()}
-        return self._momentum_update(items, momenta, outs, self.optimizer.nesterov), momenta
+        return self._momentum_update(items, momenta, outs, self.optimizer.nesterov)
 
     def _run(self, items: Mapping[int, ParamWithGrad], groups: Sequence[ParamGroup]) -> None:
         """Update parameters; a hook for subclasses, around all waves."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_eopt.base.names import COPY_ATTRIBUTE, MAIN_OF_REPLICATED
 from megatron_eopt.math.precision import matmul_precision
@@ -58,9 +57,6 @@ class Storage:
     main_kind = MAIN_OF_REPLICATED
     """The kind of main weights in saved state."""
 
-    replicas: ProcessGroup | None = None
-    """Ranks that store and compute the same as this one."""
-
     _model_copies: Sequence[Tensor] | None = None  # main weights with a copy to write in this step
 
     def count_in(self, stats: Any, collection: Any) -> None:
@@ -75,9 +71,9 @@ class Storage:
         """The update rules of :attr:`assigned`."""
         return [item.rule for item in self.assigned]
 
-    def serve(self, assigned: Sequence[AssignedRule], replicas: ProcessGroup | None = None) -> None:
+    def serve(self, assigned: Sequence[AssignedRule]) -> None:
         """Set what updates the stored tensors, once the wrapper has put them into the groups."""
-        self.assigned, self.replicas = assigned, replicas
+        self.assigned = assigned
         self.shards = self.take_up(shard for item in assigned for shard in item.rule.shards)
         for item in [self.optimizer] if isinstance(self.optimizer, ShardedOptimizer) else assigned:
             item.attach()

@@ -69,7 +69,7 @@ class WindowedMuonRule(MuonRule):
             members: Mapping[int, ParamWithGrad], _: Sequence[int], outs: Mapping[int, Tensor]
         ) -> Mapping[int, Tensor]:
             # the step may be skipped or computed again
-            return self.look_ahead(members, outs)[0]
+            return self.look_ahead(members, outs)
 
         self.exchange.run(items, directions, lambda _, results: updates.update(results), keep=True)
         self._updates[window] = updates, self._settings(groups)
@@ -126,8 +126,6 @@ class WindowedMuonRule(MuonRule):
         momenta = {number: item.state[MOMENTUM] for number, item in items.items()}
         # only for the momenta: without Nesterov, no direction is written
         self._momentum_update(items, momenta, None, nesterov=False)
-        if self.exchange.insert_checked is not None:
-            self.exchange.insert_checked(updates)
         self._apply(list(items.values()), updates)
 
     def _items_of(

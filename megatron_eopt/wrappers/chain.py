@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
-from torch import Tensor, distributed
+from torch import Tensor
 
-from megatron_eopt.base.agreement import any_rank, raise_together
+from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.errors import (
     ConfigurationError,
     NonFiniteError,
@@ -38,7 +38,6 @@ from megatron_eopt.checkpoint.saved_groups import check_state_dict
 from megatron_eopt.config.settings import RunSettings, Settings
 from megatron_eopt.math import passes
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
-from megatron_eopt.optimizers.step_checks import step_checks
 from megatron_eopt.optimizers.storage import Storage, named_gradients, rules_of
 from megatron_eopt.optimizers.update_rule import check_may_step, refuse_copy
 from megatron_eopt.qk_clip import remember
@@ -104,12 +103,6 @@ class OptimizerChain(ChainedOptimizer):
             self._overlap = Overlap(
                 self.chained_optimizers, self._named_chunks, self._expects_no_clipping
             )
-        self.step_checks = step_checks(
-            settings,
-            ((item, storage.replicas) for storage in storages for item in storage.assigned),
-        )
-        # whether ranks have copies of gradients, in one of which faulty hardware may flip a bit
-        self._copies_may_differ = self.step_checks is not None and any_rank(self._has_copies())
         self._frozen = Frozen(model_chunks)
         self._last_norm = math.inf
         # norms of the last step, until the host reads them
@@ -139,9 +132,6 @@ class OptimizerChain(ChainedOptimizer):
             grads = [grad for _, grad in named_gradients(child)]
             group = child.get_grad_stats_parallel_group()
             found_inf |= unscale_(grads, self._scaler.inv_scale, group)
-        if self._copies_may_differ:
-            # no rank skips alone
-            found_inf = any_rank(found_inf)
         self._scaler.update(found_inf)
         self._found_inf = found_inf
         return found_inf
@@ -183,9 +173,7 @@ class OptimizerChain(ChainedOptimizer):
                 return False, None, None
             # the flag whether gradients have changed is summed with the norm, in one all-reduce
             norms = self.norms(None if self._overlap is None else self._overlap.join())
-            check = None if self.step_checks is None else self.step_checks.due(self._steps_done)
-            # the host of a step that is checked waits anyway
-            late = self.has_kernels and check is None and self._may_read_late(norms)
+            late = self.has_kernels and self._may_read_late(norms)
             norm: Any = norms[None].value if late else self._read(norms)
             if self._overlap is not None:
                 self._overlap.settle(norms[None], self._keeps)
@@ -204,21 +192,11 @@ class OptimizerChain(ChainedOptimizer):
                 if skips:
                     self.skipped_steps += 1
                     return False, norm, zeros
-                with check or nullcontext():
-                    done = self.step_with_ready_grads()
+                done = self.step_with_ready_grads()
             if late:
                 norms[None].send()
                 self._unread = norms
             return done, norm, zeros
-
-    def _has_copies(self) -> bool:
-        groups = [child.get_grad_stats_parallel_group() for child in self.chained_optimizers]
-        world = distributed.get_world_size()
-        return any(distributed.get_world_size(group) < world for group in groups)
-
-    @property
-    def _steps_done(self) -> int:
-        return max((storage.steps for storage in self.chained_optimizers), default=0)
 
     def read_late(self) -> None:
         """Read the norms of the last step, which changed nothing if one is not finite."""
@@ -321,11 +299,8 @@ class OptimizerChain(ChainedOptimizer):
             # order
             *filter(self.has_grad_norm_group, _NORM_GROUPS),
         )
-        parts, differ = self.chained_optimizers, self._copies_may_differ
-        return {
-            name: GradNorm(parts, name, None if name else flag, copies_may_differ=differ)
-            for name in names
-        }
+        parts = self.chained_optimizers
+        return {name: GradNorm(parts, name, None if name else flag) for name in names}
 
     def _read(self, norms: dict[str | None, GradNorm]) -> float:
         """Return the norm of gradients outside norm groups; raises if any norm is not finite."""

@@ -29,7 +29,6 @@ from megatron_eopt.config.settings import Settings, resolve
 from megatron_eopt.config.values import read_value
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.lending import sparse_gradient
-from megatron_eopt.optimizers.step_checks import step_checks
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.routing.model import (
@@ -134,7 +133,6 @@ def build_optimizer(
     optimizer.collects_stats = settings.config.log_optimizer_stats
     optimizer.observe(Stats([optimizer]))
     optimizer.frozen = frozen
-    optimizer.step_checks = step_checks(settings, ((item, None) for item in optimizer.assigned))
     return optimizer
 
 

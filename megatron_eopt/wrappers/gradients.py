@@ -75,25 +75,17 @@ class GradNorm:
     """
 
     def __init__(
-        self,
-        optimizers: Sequence[Any],
-        name: str | None = None,
-        flag: Tensor | None = None,
-        *,
-        copies_may_differ: bool = False,
+        self, optimizers: Sequence[Any], name: str | None = None, flag: Tensor | None = None
     ) -> None:
         """Compute the norm of all gradients, or of the parameters in the norm group ``name``.
 
-        ``flag`` is a tensor of shape (); :attr:`flag` becomes its sum over the ranks. With
-        ``copies_may_differ``, the norm is the largest of all ranks, or NaN if one of them is.
+        ``flag`` is a tensor of shape (); :attr:`flag` becomes its sum over the ranks.
         """
         self.flag = torch.zeros((), device="cuda") if flag is None else flag
         self._optimizers = optimizers
         # gradients, or their parameters once the norm is sent, and their norms
         self._of_each: list[tuple[list[Tensor | None], Tensor]] = []
-        self.groups: list[
-            distributed.ProcessGroup | None
-        ] = []  # over which it is summed; None is the world
+        self.groups: list[distributed.ProcessGroup] = []  # over which it is summed
         groups = [optimizer.get_grad_stats_parallel_group() for optimizer in optimizers]
         grads = [optimizer.get_grads_for_grad_norm(name) for optimizer in optimizers]
         # one all-reduce instead of one for each optimizer, as in megatron-core
@@ -102,8 +94,6 @@ class GradNorm:
         norms = [self._norm(some, group) for some, group in zip(grads, groups, strict=True)]
         # float64, shape (), on the device
         self.value = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
-        if copies_may_differ:
-            self._agree()
         self._sent: HostCopy | None = None
 
     def _norm(self, grads: list[Tensor], group: distributed.ProcessGroup) -> Tensor:
@@ -128,13 +118,6 @@ class GradNorm:
         # summed in float32, then float64, as megatron-core's ``total_norm.item() ** 0.5``
         norm: Tensor = summed[0].double().sqrt()
         return norm
-
-    def _agree(self) -> None:
-        """Give all ranks one norm, also if a bit has flipped in one copy of a gradient."""
-        seen = torch.stack([self.value.nan_to_num(0.0, math.inf), self.value.isnan().double()])
-        distributed.all_reduce(seen, op=distributed.ReduceOp.MAX)
-        self.value = torch.where(seen[1] > 0, math.nan, seen[0])
-        self.groups.append(None)
 
     def send(self) -> None:
         """Start to copy the norm to the host for :meth:`read`, and release the gradients."""

@@ -222,8 +222,7 @@ def _storage(
     storage.count_in(next(group for group in groups if group is not None), collection)
     if optimizer is None:
         return storage
-    replicas = getattr(collection, "expt_dp" if spec.is_expert else "dp_cp", None)
-    storage.serve([AssignedRule(rule, optimizer) for rule in update_rules], replicas)
+    storage.serve([AssignedRule(rule, optimizer) for rule in update_rules])
     storage.take_up(shard for update_rule in planned for shard in update_rule.shards)
     for update_rule in update_rules:
         update_rule.is_clipped = spec.is_clipped

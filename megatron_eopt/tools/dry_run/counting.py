@@ -56,7 +56,6 @@ _PHASES = {
     "megatron_eopt.optimizers.windows": "directions",
     "megatron_eopt.optimizers.exchange": "exchange",
     "megatron_eopt.optimizers": "update",
-    "megatron_eopt.contrib.spot_checks": "spot checks",
     "torch.optim": "update",
     "megatron_eopt.storage": "copies to the model",
     "megatron_eopt.wrappers.zero1.optimizer": "copies to the model",

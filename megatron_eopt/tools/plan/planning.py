@@ -4,7 +4,6 @@ Only one rank of each kind of pipeline stage is built. It knows the work of all 
 which shows the busiest one. All expert-parallel groups are assumed to do the same work.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,22 +13,13 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import distributed
 
 from megatron_eopt.base.agreement import group_ranks_in, ranks_of
-from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.layouts.assignment import Float64Array
 from megatron_eopt.optimizers.modes import Schedule
-from megatron_eopt.tools.dry_run import (
-    Amount,
-    Collective,
-    Counts,
-    Report,
-    dry_world,
-    report_of,
-    schedules_of,
-)
+from megatron_eopt.tools.dry_run import Report, dry_world, report_of, schedules_of
 from megatron_eopt.tools.plan.architectures import Architecture
-from megatron_eopt.tools.plan.cost import Times, bytes_sent, times
+from megatron_eopt.tools.plan.cost import Times, times
 from megatron_eopt.tools.plan.machine import Machine
 from megatron_eopt.tools.plan.model import (
     ParallelLayout,
@@ -61,39 +51,6 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class StepCounts:
-    """What the planned rank does in a step."""
-
-    flops: float  # of matrix products
-    bytes: float  # sent in collective calls
-    calls: float  # collective calls
-    kernels: float  # including those of matrix products
-    host_waits: float
-
-    @classmethod
-    def of(cls, total: Amount, collectives: Counter[Collective]) -> "StepCounts":
-        """Return the counts of a step."""
-        sent = sum(bytes_sent(call) * count for call, count in collectives.items())
-        kernels, waits = total.kernels_in_all, total.host_waits
-        return cls(total.flops, sent, collectives.total(), kernels, waits)
-
-
-@dataclass(frozen=True)
-class Checks:
-    """What spot checks add to the planned rank's steps."""
-
-    every: float  # in one of so many steps, matrices are checked
-    usual: StepCounts  # counts of a step without checks
-    checking: StepCounts  # mean counts of a step with checks
-    peak: int  # most bytes that a step with checks allocates
-
-    def share(self, count: str) -> float:
-        """Return by which share checks raise a count, on average over all steps."""
-        usual, checking = getattr(self.usual, count), getattr(self.checking, count)
-        return float((checking - usual) / self.every / max(usual, 1.0))
-
-
-@dataclass(frozen=True)
 class Plan:
     """What an optimizer step does at one layout, and how long it takes."""
 
@@ -109,7 +66,6 @@ class Plan:
     tokens: int  # tokens per global batch
     passes: Passes  # estimated forward and backward passes
     capacity: float  # bytes of a GPU's memory
-    checks: Checks | None  # what spot checks add, if they are on
 
     @property
     def share(self) -> float:
@@ -188,34 +144,13 @@ def plan(
         tokens=tokens,
         passes=estimate,
         capacity=machine.capacity,
-        checks=busiest.checks,
     )
-
-
-def _checks(optimizer: Any, usual: Report) -> Checks | None:
-    """Run the steps of a cycle that check matrices, and compare them with a usual one."""
-    checks = optimizer.step_checks
-    if checks is None:
-        return None
-    seen, peak = Counts(), 0
-    for step in checks.steps:
-        for storage in optimizer.chained_optimizers:
-            storage.steps = step
-        with Counts() as counts, LiveBytes() as live:
-            optimizer.step()
-        seen.add(counts)
-        peak = max(peak, live.peak)
-    number = len(checks.steps)
-    sums = StepCounts.of(sum(seen.phases.values(), Amount()), seen.collectives)
-    means = StepCounts(*(count / number for count in vars(sums).values()))
-    once = StepCounts.of(usual.total, usual.collectives)
-    return Checks(checks.cycle / number, once, means, peak)
 
 
 def adams(config: EmergingOptimizerConfig) -> EmergingOptimizerConfig:
     """Return the same configuration with Adam for all weights."""
-    changes: dict[str, Any] = {"muon_overlap_dp_comm": False, "muon_check_fraction": 0.0}
-    return replace(config, **changes | {"optimizer": "adam"})
+    changes: dict[str, Any] = {"optimizer": "adam", "muon_overlap_dp_comm": False}
+    return replace(config, **changes)
 
 
 @dataclass(frozen=True)
@@ -225,7 +160,6 @@ class _Steps:
     report: Report
     times: Times
     adam: Times | None  # Adam's on the same weights; None if it is not counted yet
-    checks: Checks | None  # what spot checks add to it; None if they are off
 
 
 class _DryRuns:
@@ -294,11 +228,10 @@ class _DryRuns:
     def _stepped(self, rank: int, model: DistributedDataParallel, optimizer: Any) -> _Steps:
         self._tell(f"counting the step of rank {rank}")
         report = report_of(optimizer, lambda: None)
-        checks = _checks(optimizer, report)
         # without overlap, Adam needs another model
         adam = None if self._overlaps else self._adam_on(model)
         predicted = times(report, self._machine, overlaps=self._overlaps)
-        return _Steps(report, predicted, adam, checks)
+        return _Steps(report, predicted, adam)
 
     def _adam_on(self, model: DistributedDataParallel) -> Times:
         self._tell("counting Adam's step")

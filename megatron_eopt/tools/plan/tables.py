@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_eopt.tools.plan.cost import bytes_sent
-from megatron_eopt.tools.plan.planning import Checks, Plan
+from megatron_eopt.tools.plan.planning import Plan
 from megatron_eopt.tools.plan.search import AS_SHORT, Found
 from megatron_eopt.tools.rates import Weights
 from megatron_eopt.wrappers.memory import Memory
@@ -63,7 +63,6 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "phases": [{**p._asdict(), **asdict(amount)} for p, amount in report.phases.items()],
             "in_all": asdict(report.total),
         },
-        "spot_checks": _checks(plan.checks),
         "seconds": {
             **asdict(plan.times),
             "step": plan.times.step,
@@ -76,12 +75,6 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "adam_seconds": plan.adam.step,
         "adam_iteration_seconds": plan.passes.seconds + plan.adam.tail,
     }
-
-
-def _checks(checks: Checks | None) -> dict[str, Any] | None:
-    if checks is None:
-        return None
-    return asdict(checks) | {"shares": {name: checks.share(name) for name in vars(checks.usual)}}
 
 
 def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
@@ -139,24 +132,6 @@ def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
     ]
     title = "Kernels and GB except matrix products, and waits of the host"
     _print(console, title, ("phase", "kernels", "GB", "TFLOP", "waits"), rows)
-    if plan.checks is not None:
-        usual, checking = vars(plan.checks.usual), vars(plan.checks.checking)
-        units = {
-            "flops": ("TFLOP of products", _TERA),
-            "bytes": ("MiB sent", 2**20),
-            "kernels": ("kernels, with products", 1),
-        }
-        rows = []
-        for count in usual:
-            name, unit = units.get(count, (count.replace("_", " "), 1))
-            amounts = (f"{counts[count] / unit:,.2f}" for counts in (usual, checking))
-            rows.append((name, *amounts, f"{plan.checks.share(count):.2%}"))
-        peaks = (
-            f"{peak / 2**20:,.2f}" for peak in (report.memory.transient or 0, plan.checks.peak)
-        )
-        rows.append(("MiB, transient", *peaks, ""))
-        title = f"Spot checks, in one of {plan.checks.every:g} steps"
-        _print(console, title, ("", "usual step", "checking step", "more, on average"), rows)
     memories = {plan.rank: report.memory, fullest: most}
     kinds = asdict(most)
     rows = [

@@ -27,12 +27,12 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from tests.functional.formats import FORMATS
+from tests.functional.long.test_faults_in_steps import held
 from tests.functional.saved_states import differing
 from tests.functional.script import TINY, _run_once, losses
 from tests.harness import run_ranks
 from tests.harness.endings import errors_of
 from tests.harness.long_results import record_faults
-from tests.unit.optimizers.test_spot_checks import held
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 

@@ -157,7 +157,6 @@ CASES = {
     "bf16, NorMuon, int8": Case(2, megatron, (Run(model=BF16),), HALF | NORMUON | INT8),
     "bf16, off-loaded": Case(2, megatron, (Run(model=BF16),), HALF | OFF_LOADED),
     "overlap": Case(2, megatron, (Run(ddp=OVERLAP),), {"muon_overlap_dp_comm": True}),
-    "computed twice": Case(2, megatron, (Run(),), {"muon_check_fraction": 1.0}),
     "rows": Case(2, in_parts, (in_rows,)),
     "columns, Adam": Case(2, in_parts, (in_columns,), ADAM),
 }

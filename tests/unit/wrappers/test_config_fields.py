@@ -150,7 +150,6 @@ UNCHANGED = (
     "matrix_buffer_mb",
     "muon_max_ranks_per_matrix",
     "muon_overlap_dp_comm",
-    "muon_check_fraction",
 )
 """Fields that say where and when updates are computed; tests of layouts compare their values."""
 
