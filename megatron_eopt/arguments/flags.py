@@ -83,7 +83,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "optimizer-config": {"metavar": "FILE"},
     "import": {"metavar": "FILE", "action": "append"},
     "print-optimizer-routing": _STORE_TRUE,
-    "log-optimizer-memory": _STORE_TRUE,
     "log-optimizer-stats": _STORE_TRUE,
     "ckpt-allow-missing-optim-state": {"metavar": "KEY", "nargs": "+"},
     "checkpoint-momentum-from-adam": _STORE_TRUE,

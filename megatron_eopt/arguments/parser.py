@@ -7,6 +7,7 @@ defaults that ``--optimizer-defaults`` names.
 import argparse
 import dataclasses
 import logging
+from argparse import SUPPRESS
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.imports import import_file
 from megatron_eopt.config.config import EmergingOptimizerConfig, default_values
 from megatron_eopt.config.config_file import ALLOWED, read_optimizer_file
+from megatron_eopt.config.retired import RETIRED, refusal, without_retired
 from megatron_eopt.config.values import read_fields
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         for name, text in flags.items():
             if name.replace("-", "_") not in known:
                 group.add_argument(f"--{name}", help=text, **options(name))
+    for name in RETIRED.keys() - known.keys():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, action=_Refusal, nargs="*", default=SUPPRESS, help=SUPPRESS)
     _fill_after_parsing(parser)
     return parser
 
@@ -62,9 +67,19 @@ def config_from_args(args: argparse.Namespace) -> tuple[EmergingOptimizerConfig,
         args: Values from a parser that :func:`add_arguments` extended.
     """
     names = [item.name for item in dataclasses.fields(EmergingOptimizerConfig)]
-    values = {name: value for name, value in vars(args).items() if name in names}
+    # a checkpoint's arguments may be those of an earlier version
+    values = {n: value for n, value in without_retired(vars(args)).items() if n in names}
     config = EmergingOptimizerConfig(**read_fields(EmergingOptimizerConfig, values))
     return config, megatron_optimizer.get_standard_config_overrides(config)
+
+
+class _Refusal(argparse.Action):
+    """Raises the error for a retired flag."""
+
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        raise refusal(self.dest, " ".join(values), option_string or "")
 
 
 def _set_choices(parser: argparse.ArgumentParser) -> None:

@@ -6,8 +6,9 @@ has the recommended ones.
 
 import copy
 import dataclasses
+import inspect
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, cast
 
 from megatron.core.optimizer.optimizer_config import (
     AdamOptimizerConfig,  # noqa: F401  re-exported
@@ -23,6 +24,7 @@ from megatron_eopt.base.names import (
     OptimizerDefaultsT,
     TpModeT,
 )
+from megatron_eopt.config.retired import RETIRED, without_retired
 from megatron_eopt.math import AlgorithmT
 from megatron_eopt.math.coefficients import CoefficientsLike
 from megatron_eopt.math.low_precision import MomentumDtypeT
@@ -39,8 +41,31 @@ _LIKE_MEGATRON: dict[str, object] = {
 """Values that make the fields that megatron-core lacks reproduce its behaviour."""
 
 
+class _ConfigType(type):
+    """Checks the names of fields, and drops retired ones."""
+
+    def __call__[T](cls: type[T], *args: Any, **fields: Any) -> T:
+        """Raise a ConfigurationTypeError for a field that does not exist, naming similar ones."""
+        kept, config_cls = without_retired(fields), cast(Any, cls)
+        names = [field.name for field in dataclasses.fields(config_cls) if field.init]
+        for name, value in kept.items():
+            if name not in names:
+                hint = did_you_mean(name, names, "Leave it out", shown=str)
+                rule = f"is not a field of {cls.__name__}"
+                raise ConfigurationTypeError(name, value, rule, hint)
+        return cast(T, type.__call__(cls, *args, **kept))
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """With retired fields, since readers of files leave out what no parameter takes."""
+        _, *own = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        old = [inspect.Parameter(n, kind, default=its.default) for n, its in RETIRED.items()]
+        return inspect.Signature(sorted([*own, *old], key=lambda one: one.kind))
+
+
 @dataclass
-class EmergingOptimizerConfig(OptimizerConfig):
+class EmergingOptimizerConfig(OptimizerConfig, metaclass=_ConfigType):
     """``OptimizerConfig`` with recommended defaults and more fields; each is also a flag."""
 
     muon_tp_mode: TpModeT = "auto"
@@ -153,17 +178,6 @@ class EmergingOptimizerConfig(OptimizerConfig):
     log_optimizer_stats: bool = False
     """Measure weight and update sizes, orthogonality and times of steps. The trainer writes them to
     TensorBoard and W&B; in your own loop read ``optimizer.stats()`` on all ranks."""
-
-    def __new__(cls, *args: Any, **fields: Any) -> Self:
-        """Raise a ConfigurationTypeError for a field that does not exist, naming similar ones."""
-        names = [field.name for field in dataclasses.fields(cls) if field.init]
-        for name, value in fields.items():
-            if name not in names:
-                hint = did_you_mean(name, names, "Leave it out", shown=str)
-                rule = f"is not a field of {cls.__name__}"
-                raise ConfigurationTypeError(name, value, rule, hint)
-        made: Self = super().__new__(cls)
-        return made
 
 
 def default_values(whose: OptimizerDefaultsT) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from megatron_eopt.base.errors import ConfigurationError, did_you_mean
 from megatron_eopt.base.names import OptimizerDefaultsT
 from megatron_eopt.config.config import EmergingOptimizerConfig, default_values
 from megatron_eopt.config.fields import FieldType, field_types, type_of
+from megatron_eopt.config.retired import is_dropped
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.config.values import DTYPES, read_fields, read_value
 
@@ -91,8 +92,10 @@ def read_optimizer_file(path: str | os.PathLike[str]) -> OptimizerFile:
         content: Any = OmegaConf.to_container(read, resolve=True)
         for key, value in content.items():
             name = str(key).replace("-", "_")
-            _check_name(path, name, value)
             argument = f"{path}: {name.replace('_', '-')}"
+            if is_dropped(name, value, argument):
+                continue
+            _check_name(path, name, value)
             if name in values:
                 rule = f"the file also has {values[name]!r} for it, with other dashes"
                 raise ConfigurationError(argument, value, rule, "Remove one of the lines")

@@ -13,25 +13,14 @@ import numpy as np
 import torch
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_choice
+from megatron_eopt.base.errors import ConfigurationTypeError, check_choice
 from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.fields import FieldType, field_types, type_of
+from megatron_eopt.config.retired import without_retired
 from megatron_eopt.math.coefficients import KINDS, CoefficientsLike, own_triples
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 """Data types by their names in the trainer's flags."""
-
-GONE = {
-    "muon_wave_mb": "It is called matrix_buffer_mb",
-    "muon_team_size": "It is called muon_max_ranks_per_matrix",
-    "muon_overlap_step": "It is called muon_overlap_dp_comm",
-    "muon_orthogonalize_excluded": "It is called muon_ignore_use_muon",
-    "checkpoint_fresh_state": "It is called ckpt_allow_missing_optim_state",
-    "muon_exempt_from_clipping": "It is called muon_skip_grad_clip",
-    "log_optimizer_memory": "optimizer.memory() has the bytes, and megatron-eopt plan the peak",
-}
-"""Settings of earlier releases that a configuration may still have, set as an attribute or pickled,
-and what to do."""
 
 _NO: Any = object()
 
@@ -66,14 +55,14 @@ def read_config(config: Any) -> Any:
 
     Raises:
         ConfigurationTypeError: If it is not an ``OptimizerConfig``, or a value has a wrong type.
-        ConfigurationError: If a value is none of the allowed ones, or a setting is gone.
+        ConfigurationError: If a value is none of the allowed ones, or a setting is retired.
     """
     if not isinstance(config, OptimizerConfig):
         rule = "must be an OptimizerConfig"
         raise ConfigurationTypeError("config", config, rule, "Pass an EmergingOptimizerConfig")
-    values, is_read = dict(vars(config)), True
-    for name in GONE.keys() & values.keys():
-        raise ConfigurationError(name, values[name], "is no setting", GONE[name])
+    # an earlier version may have pickled it
+    values = without_retired(vars(config))
+    is_read = len(values) == len(vars(config))
     for name, kind in _kinds_of(type(config)).items():
         given = values.get(name, _NO)
         if given is not _NO:

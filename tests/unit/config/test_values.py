@@ -1,7 +1,6 @@
 """A value means the same from Python, from a file and from flags, or is the same error."""
 
 import argparse
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from megatron_eopt.config.config_file import (
 )
 from megatron_eopt.config.fields import field_types
 from megatron_eopt.config.settings import resolve
-from megatron_eopt.config.values import DTYPES, GONE, read_config
+from megatron_eopt.config.values import DTYPES, read_config
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.math.coefficients import CoefficientsLike
 from tests.unit.arguments.test_arguments import parse
@@ -230,18 +229,6 @@ def test_an_output_layer_may_be_one_string() -> None:
     assert (found["body.weight"], found["lm_head.weight"]) == ("muon", "adam")
     with pytest.raises(ConfigurationTypeError, match=r"output_layers=.*sequence of.*strings"):
         build_optimizer(model, config, output_layers=[1])
-
-
-@pytest.mark.parametrize("name", GONE)
-@pytest.mark.parametrize("cls", [OptimizerConfig, EmergingOptimizerConfig])
-def test_a_setting_that_is_gone_is_an_error(cls: type, name: str) -> None:
-    """A configuration that an earlier release has pickled has it, too."""
-    config = cls(optimizer="muon", lr=0.1)
-    setattr(config, name, True)
-    with pytest.raises(
-        ConfigurationError, match=re.escape(f"{name}=True: is no setting. {GONE[name]}")
-    ):
-        resolve(config)
 
 
 def test_a_plain_configuration_acts_like_megatron_core() -> None:
