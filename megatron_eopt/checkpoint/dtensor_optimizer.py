@@ -4,8 +4,8 @@ Parameter groups and state hold DTensors, or plain tensors where a model is not 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,21 +29,19 @@ from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.lending import keep
+from megatron_eopt.optimizers.recorder import Recorder
 from megatron_eopt.optimizers.sharded_optimizer import Served, ShardedOptimizer
 from megatron_eopt.optimizers.update_rule import ParamGroup, check_may_step, set_step
 from megatron_eopt.optimizers.whole_matrix_rule import WholeMatrixRule
 from megatron_eopt.routing.frozen import Frozen
-from megatron_eopt.storage.local_tensors import is_in_a_bucket, is_uneven, local_of, part_of
-
-
-class StepObserver(Protocol):
-    """Measures steps."""
-
-    def collecting(self) -> AbstractContextManager[None]:
-        """Measure the step in a block."""
-
-    def values(self) -> dict[str, float]:
-        """Return the statistics of the last measured step; collective."""
+from megatron_eopt.storage.local_tensors import (
+    is_in_a_bucket,
+    is_uneven,
+    local_of,
+    part_of,
+    parts_of,
+)
+from megatron_eopt.storage.shard import ParamShard
 
 
 class DTensorOptimizer(ShardedOptimizer):
@@ -59,13 +57,13 @@ class DTensorOptimizer(ShardedOptimizer):
     lends = True
     collects_stats = False  # whether to measure the next steps; the same on all ranks
     steps = 0  # number of steps done
-    _observer: StepObserver | None = None
     frozen: Frozen | None = None  # notices what is unfrozen later, in your own loop
 
     def __init__(
         self, groups: Sequence[ParamGroup], served: Served, params: Iterable[Tensor]
     ) -> None:
         self.policy = Policy()
+        self._recorder = Recorder([self])
         # shapes of the state that owners keep, by parameter and name; None for a number
         self._shapes: dict[Tensor, dict[str, tuple[int, ...] | None]] = {}
         super().__init__(groups, served, params)
@@ -85,18 +83,23 @@ class DTensorOptimizer(ShardedOptimizer):
         check_may_step(self)
         if self.frozen is not None:
             self.frozen.warn()
-        observer = self._observer if self.collects_stats else None
-        with observer.collecting() if observer else nullcontext(), matmul_precision():
+        recording = self._recorder.recording() if self.collects_stats else nullcontext()
+        with recording, matmul_precision():
             super()._step()
             self.steps += 1
 
-    def observe(self, observer: StepObserver) -> None:
-        """Let ``observer`` measure steps while ``collects_stats`` is set."""
-        self._observer = observer
-
     def stats(self) -> dict[str, float]:
         """Return the statistics of the last measured step by name; collective."""
-        return self._observer.values() if self._observer else {}
+        return self._recorder.values()
+
+    def share_of(self, shard: ParamShard) -> float:
+        """Return how much a shard counts in sums over all ranks, so that each element counts once.
+
+        Each of a mesh's replicas counts by its share.
+        """
+        if isinstance(shard.main, DTensor):
+            return parts_of(shard.main) / shard.main.device_mesh.size()
+        return 1 / dist.get_world_size() if dist.is_initialized() else 1.0
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

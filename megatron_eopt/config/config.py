@@ -176,7 +176,7 @@ class EmergingOptimizerConfig(OptimizerConfig, metaclass=_ConfigType):
     """Log a table of each parameter's optimizer, split, learning rate, weight decay and reason."""
 
     log_optimizer_stats: bool = False
-    """Measure weight and update sizes, orthogonality and times of steps. The trainer writes them to
+    """Measure the sizes of weights and updates, and the times of steps. The trainer writes them to
     TensorBoard and W&B; in your own loop read ``optimizer.stats()`` on all ranks."""
 
 

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,12 @@ from megatron_eopt.base.address import address_of
 from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.kernels import Family
-from megatron_eopt.base.meter import Meter
 from megatron_eopt.layouts.assignment import first_uses
 from megatron_eopt.layouts.exchange import Copy, Exchange
 from megatron_eopt.layouts.plan import Matrix, build_plan, places_of
 
 EXCHANGE = "exchange"
-"""Name of the timed spans in which elements are packed, waited for and unpacked."""
+"""Name of the timed blocks in which elements are packed, waited for and unpacked."""
 
 _MOST = 2**31 - 4096  # elements that the kernel can index with 32 bits
 
@@ -103,6 +102,16 @@ type StoreT = Callable[[Mapping[str, Tensor]], None]
 Elements after the last one of a matrix are zero, other elements of no matrix are undefined."""
 
 
+class Meter(Protocol):
+    """Measures runs."""
+
+    def timed(self, name: str) -> AbstractContextManager[None]:
+        """Time a block."""
+
+    def count_bytes(self, sent: int) -> None:
+        """Add bytes that were sent to other ranks."""
+
+
 class Redistribution:
     """Moves matrices from their storage layout to their compute layout and back, wave by wave.
 
@@ -171,7 +180,7 @@ class Redistribution:
         """Record times and bytes of the following runs; None stops recording."""
         self._meter = meter
         self._timed: Callable[[], AbstractContextManager[None]] = (
-            nullcontext if meter is None else functools.partial(meter.span, EXCHANGE)
+            nullcontext if meter is None else functools.partial(meter.timed, EXCHANGE)
         )
 
     def arriving(self, wave: int) -> Sequence[str]:
@@ -242,7 +251,7 @@ class Redistribution:
         if leaving is not None:
             self._finish_out(len(waves) - 1, leaving, store)
         if self._meter is not None:
-            self._meter.sent += self.plan.bytes_sent
+            self._meter.count_bytes(self.plan.bytes_sent)
 
     def _start_in(self, number: int, load: LoadT) -> "_InFlight":
         wave = self.plan.waves[number]

@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from typing import Literal, cast
 
 import numpy as np
@@ -67,11 +67,6 @@ class ComputePlacement:
             return standard_flops(*self.compute.shape) / len(self.group)
         shape = self.compute.local_shape(rank)
         return standard_flops(*shape) if shape else 0.0
-
-    @cached_property
-    def share(self) -> float:
-        """One over the number of ranks that compute it or a piece of it."""
-        return 1 / max(1, len(np.unique(self.compute.boxes.rank)))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.passes import empty_sums, momentum_update_, update_
 from megatron_eopt.optimizers.exchange import ExchangeConfig, MatrixExchange, ParamWithGrad
 from megatron_eopt.optimizers.momentum import RoundedMomentum
+from megatron_eopt.optimizers.recorder import ORTHOGONALIZATION
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
 from megatron_eopt.storage.interface import model_copies_of
 from megatron_eopt.storage.shard import ParamShard
@@ -282,14 +283,16 @@ class MuonRule(UpdateRule):
         if len(sums) == len(matrix_squares):
             squares = sums[0].unsqueeze(0) if len(sums) == 1 else torch.stack(sums)
         factors_ = self.optimizer.orthogonalization.factors_
-        if self.stats is not None:
-            factors_ = self.stats.watching(factors_, self.exchange, matrices)
-        factors_(stack, reduce, shape, scales, squares)
+        if self.record is None:
+            factors_(stack, reduce, shape, scales, squares)
+        else:
+            with self.record.timed(ORTHOGONALIZATION):
+                factors_(stack, reduce, shape, scales, squares)
 
     def _apply(self, items: Sequence[ParamWithGrad], updates: Mapping[int, Tensor]) -> None:
         """Apply weight decay, and subtract the updates; a hook for subclasses."""
-        if self.stats is not None:
-            self.stats.count_updates({item.number: updates[item.number] for item in items})
+        if self.record is not None:
+            self.record.count_updates({item.number: updates[item.number] for item in items})
         for group, members in _by_group(items):
             params, lr = [item.param for item in members], group["lr"]
             share = {"decoupled": lr, "independent": 1.0, "l2": 0.0}

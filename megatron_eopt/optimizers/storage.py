@@ -6,7 +6,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import (
+    param_is_not_gtp_duplicate,
+    param_is_not_tensor_parallel_duplicate,
+)
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
+from torch.distributed import get_world_size
+from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.names import COPY_ATTRIBUTE, MAIN_OF_REPLICATED
 from megatron_eopt.math.precision import matmul_precision
@@ -14,7 +21,7 @@ from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
 from megatron_eopt.optimizers.update_rule import UpdateRule
 from megatron_eopt.storage.interface import gather_buckets, model_copies_of
-from megatron_eopt.storage.local_tensors import local_of
+from megatron_eopt.storage.local_tensors import is_uneven, local_of, parts_of
 from megatron_eopt.storage.shard import ParamShard
 
 
@@ -112,6 +119,24 @@ class Storage:
             # a method of megatron-core's mixed-precision wrappers; other storages override this one
             self._copy_model_grads_to_main_grads()  # type: ignore[attr-defined]
 
+    def share_of(self, shard: ParamShard) -> float:
+        """Return how much a shard counts in sums over all ranks, so that each element counts once.
+
+        The ranks over which the gradient norm is summed count each element once. If several sets of
+        these ranks have replicas, each counts by its share.
+        """
+        # the same conditions as in megatron-core's ``_filter_grads_for_norm``
+        groups = {"tp_group": self.tp_group, "expert_tp_group": self.expert_tp_group}
+        is_first = param_is_not_tensor_parallel_duplicate(shard.param, **groups)
+        is_first = is_first and param_is_not_gtp_duplicate(shard.param)
+        if not (is_first and param_is_not_shared(shard.param)):
+            return 0.0
+        counted = get_world_size(self.grad_stats_parallel_group)
+        # for these DTensors, megatron-core also sums the gradient norm over the mesh
+        if isinstance(shard.main, DTensor) and not is_uneven(shard.main):
+            counted *= parts_of(shard.main)
+        return counted / get_world_size()
+
     def gather_params(self, *, now: bool = False) -> None:
         """Gather the stepped weights to all ranks; without ``now``, unless DDP or hooks do."""
 
@@ -194,7 +219,7 @@ class Storage:
         return self.replica_of(param, replica)
 
 
-def rules_of(storages: Iterable[Storage | ShardedOptimizer]) -> Iterator[UpdateRule]:
+def rules_of(storages: Iterable[Storage]) -> Iterator[UpdateRule]:
     """Yield the update rules of storages, in the order in which they step."""
     for storage in storages:
         for item in storage.assigned:

@@ -58,7 +58,7 @@ from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.exchange import MatrixExchange
 from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings
 from megatron_eopt.optimizers.modes import Schedule
-from megatron_eopt.optimizers.step_stats import StepStats
+from megatron_eopt.optimizers.recorder import RuleRecord
 from megatron_eopt.storage.shard import ParamShard
 
 OF_GROUPS = "group"
@@ -95,7 +95,7 @@ class UnshardedState:
 class UpdateRule:
     """Updates some parameter groups; see Note [Update rules]."""
 
-    reports_updates = False  # whether it reports its updates to step statistics
+    reports_updates = False  # whether it reports its updates to :attr:`record`
     counts_matrices = False  # whether steps are counted per matrix, not per parameter
     is_clipped = True  # whether gradient clipping applies to its gradients
     # whether its passes may run on a stream beside the matrix products of other rules; such a rule
@@ -115,7 +115,7 @@ class UpdateRule:
         self.shard_numbers: list[list[int | None]] = []
         self.group_of: dict[int, int] = {}  # the parameter group of each shard
         self.exchanges: list[MatrixExchange] = []  # what computes whole matrices, if it does
-        self.stats: StepStats | None = None  # measures its steps
+        self.record: RuleRecord | None = None  # measures its steps
         self.host: HostMemory | None = None  # keeps some weights and state in host memory
         self.faults: list[tuple[str, str]] = []  # weights that it cannot start from, and why
         # state of whole matrices, by what stands for those that this rank computes
@@ -126,11 +126,11 @@ class UpdateRule:
         """Which rank computes which matrices, and what is sent, for each group of ranks."""
         return [exchange.schedule for exchange in self.exchanges]
 
-    def measure(self, stats: StepStats | None) -> None:
-        """Measure the following steps with ``stats``; None stops measuring."""
-        self.stats = stats
+    def measure(self, record: RuleRecord | None) -> None:
+        """Report the following steps to ``record``; None stops measuring."""
+        self.record = record
         for exchange in self.exchanges:
-            exchange.redistribution.measure(None if stats is None else stats.meter)
+            exchange.redistribution.measure(record)
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield the tensors that stay in memory between steps, other than weights and state."""

@@ -1,5 +1,6 @@
 """DTensors and the local tensors in them."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +44,12 @@ def shard_like(param: Tensor, local: Tensor) -> Tensor:
     spec = replace(param._spec, tensor_meta=meta._replace(dtype=local.dtype))
     # as FSDP2 does; `from_local` would move what is off-loaded to the mesh's device
     return DTensor(local, spec, requires_grad=False)
+
+
+def parts_of(tensor: DTensor) -> int:
+    """Return the number of ranks that store different parts of a tensor."""
+    extents = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in extents if not placement.is_replicate())
 
 
 def is_in_a_bucket(param: Tensor) -> bool:

@@ -37,6 +37,7 @@ from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
 from megatron_eopt.checkpoint.saved_groups import check_state_dict
 from megatron_eopt.config.settings import RunSettings, Settings
 from megatron_eopt.math import passes
+from megatron_eopt.optimizers.recorder import Recorder
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
 from megatron_eopt.optimizers.storage import Storage, named_gradients, rules_of
 from megatron_eopt.optimizers.update_rule import check_may_step, refuse_copy
@@ -54,7 +55,6 @@ from megatron_eopt.wrappers.gradients import (
 )
 from megatron_eopt.wrappers.memory import Memory, memory_of
 from megatron_eopt.wrappers.overlap import Overlap
-from megatron_eopt.wrappers.stats import Stats
 from megatron_eopt.wrappers.zero1.optimizer import BUFFER_PARAMS
 
 _NORM_GROUPS: Sequence[str] = require_upstream("SEPARATE_GRAD_NORM_GROUPS")
@@ -91,7 +91,7 @@ class OptimizerChain(ChainedOptimizer):
         self._found_inf: bool | None = None
         # whether to measure the next steps; callers may set it, to the same value on all ranks
         self.collects_stats = settings.config.log_optimizer_stats
-        self._stats = Stats(storages)
+        self._recorder = Recorder(storages)
         self._update_rules = list(rules_of(storages))
         self.skipped_steps = 0
         self.is_sharded = any(item.in_buffers for item in storages)
@@ -142,7 +142,7 @@ class OptimizerChain(ChainedOptimizer):
 
     def stats(self) -> dict[str, float]:
         """Return the statistics of the last measured step by name; collective."""
-        return self._stats.values() | {"optimizer/skipped-steps": float(self.skipped_steps)}
+        return self._recorder.values() | {"optimizer/skipped-steps": float(self.skipped_steps)}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -163,7 +163,7 @@ class OptimizerChain(ChainedOptimizer):
                 rank with the same names, and no weight or state has changed. If the norm is a
                 tensor, the next step raises the error.
         """
-        with self._stats.collecting() if self.collects_stats else nullcontext():
+        with self._recorder.recording() if self.collects_stats else nullcontext():
             overflowed = self.prepare_grads()
             # an error of the last step is raised even if this step is skipped
             self.read_late()

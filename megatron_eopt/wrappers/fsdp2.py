@@ -53,7 +53,6 @@ from megatron_eopt.wrappers import megatron_fsdp, megatron_fsdp_v2
 from megatron_eopt.wrappers.dtensors import build_routed, check_parameters, settings_for_dtensors
 from megatron_eopt.wrappers.factory import log_differences
 from megatron_eopt.wrappers.off_loading import off_load
-from megatron_eopt.wrappers.stats import Stats
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +130,6 @@ def build_optimizer(
     off_load(optimizer, settings)
     log_differences(settings, arguments_of(routing.optimizers, settings, [model], None))
     optimizer.collects_stats = settings.config.log_optimizer_stats
-    optimizer.observe(Stats([optimizer]))
     optimizer.frozen = frozen
     return optimizer
 

@@ -34,7 +34,7 @@ def test_scalars_are_written_at_logged_iterations(tmp_path):
         assert 0 < found[f"{name}/weight-rms"][6] < 1
     muon = {k.partition("/")[2]: v for k, v in found.items() if k.startswith("TensorParallelMuon")}
     for what, (low, high) in {
-        "update-rms": (0.01, 10), "orthogonality-residual": (0.001, 0.6),
+        "update-rms": (0.01, 10),
         "exchange-bytes": (1, math.inf), "exchange-seconds": (0, 60),
         "orthogonalization-seconds": (0, 60),
     }.items():  # fmt: skip

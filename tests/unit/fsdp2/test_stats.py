@@ -25,7 +25,7 @@ def test_statistics_are_those_of_whole_weights():
     assert before == {}
     assert first != second == unmeasured
     names = {name.partition("/")[2] for name in second if name.startswith("TensorParallelMuon/")}
-    assert {"learning-rate", "weight-rms", "update-rms", "orthogonality-residual"} <= names
+    assert {"learning-rate", "weight-rms", "update-rms"} <= names
     for ranks, layout in ((2, "fsdp"), (4, "hsdp"), (2, "optim_grads_params"), (2, "units")):
         for _, _, found, _ in run_ranks(
             ranks, measured, layout, cpu=layout not in ("fsdp", "hsdp")
