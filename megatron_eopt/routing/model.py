@@ -218,10 +218,9 @@ def with_splits(routing: Routing, settings: Settings, places: Sequence[HeldParam
     ]
     if as_stored and is_rank_0():
         logger.warning(
-            "These weights have one matrix per expert, but the code of their modules does not show "
-            "which dimension is the input, so they are updated as (experts, out, in): %s. Set "
-            "param.eopt_split = 'whole' if that is right, or 'transposed' if they are (experts, "
-            "in, out).",
+            "These weights have one matrix per expert, but the classes of their modules are not "
+            "known, so they are updated as (experts, out, in): %s. Set param.eopt_split = 'whole' "
+            "if that is right, or 'transposed' if they are (experts, in, out).",
             of_all_layers(as_stored),
         )
     return replace(routing, splits=splits)

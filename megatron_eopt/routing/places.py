@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from megatron_eopt.base.place import whole_shape
-from megatron_eopt.routing.fused import by_names
+from megatron_eopt.routing.known_transformers import GATED
 from megatron_eopt.routing.plain_names import joined, of_megatron, origin, paths_of
 
 # Parameters that torch's older weight_norm, spectral_norm and pruning put in a weight's place.
@@ -119,8 +119,6 @@ def _places_in(chunk: int, model: nn.Module) -> Iterator[HeldParameter]:
     # of a wrapper and the module in it, the latter comes last
     by_plain = {paths[path].plain: module for path, module in modules.items()}
     of_input = next((m.pre_process for m in modules.values() if hasattr(m, "pre_process")), True)
-    # transformers has gate and up of all experts as a parameter, without a child module
-    own_children = by_names().GATED
     for path, module in modules.items():
         if not module._parameters:
             continue
@@ -134,7 +132,8 @@ def _places_in(chunk: int, model: nn.Module) -> Iterator[HeldParameter]:
             if param is None:
                 continue
             whole, gain = (tensor, _is_gain(param, module)) if tensor else _replaced(module, leaf)
-            is_own = whole in own_children
+            # transformers has gate and up of all experts as a parameter, without a child module
+            is_own = whole in GATED
             yield HeldParameter(
                 param,
                 chunk,

@@ -92,6 +92,20 @@ def of_megatron(module: nn.Module) -> bool:
     return not roots.isdisjoint({"megatron", "transformer_engine"})
 
 
+def is_a(module: nn.Module, package: str, *names: str) -> bool:
+    """Whether a module's class, or one that it is derived from, has one of these names there.
+
+    Args:
+        module: The module.
+        package: The root of the package that defines the class; it need not be installed.
+        names: Names of classes.
+    """
+    return any(
+        cls.__name__ in names and cls.__module__.partition(".")[0] == package
+        for cls in type(module).__mro__
+    )
+
+
 def origin(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module had before wrappers swapped it.
 

@@ -20,15 +20,16 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.place import is_part, whole_shape
 from megatron_eopt.matrices import Split, SplitT, checked_shape, local_shape, qkv, whole
 from megatron_eopt.matrices import transposed as turned
-from megatron_eopt.routing.fused import by_names, fused_weight
-from megatron_eopt.routing.orientation import inputs_first
+from megatron_eopt.routing import known_megatron, known_transformers
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.routing.places import HeldParameter, conv_shape
+from megatron_eopt.routing.plain_names import is_a
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ _EXPERTS = ("num_experts", "moe_num_experts", "num_local_experts", "n_experts")
 _RECURRENT = re.compile(r"weight_(ih|hh)(?=_|$)")
 
 NO_ORDER = "inputs or outputs first?"
-"""Kind of split of experts' weights whose module does not show which dimension is the input."""
+"""Kind of split of experts' weights of classes that are not known."""
 
 _WORDS = ("whole", "transposed")
 """Declarations that name no parts."""
@@ -155,25 +156,43 @@ def _split_of(weight: HeldParameter, which: Collection[SplitT], unknown: list[st
         argument = f"{weight.name}.eopt_split"
         raise ConfigurationError(argument, declared, rule, "Set one of these")
     is_convolution = weight.convolution is not None
-    inputs_come_first = inputs_first(weight.module, weight.leaf, weight.dims)
+    inputs_come_first = _inputs_first(weight)
     first = declared == "transposed" or bool(inputs_come_first)
     if declared is None and not is_convolution:
         lengths = declared_qkv(weight.param)
         if lengths is not None:
             return _fitted(weight, lambda shape: qkv(shape, lengths)) if "qkv" in which else None
-        fused = fused_weight(weight.owner, weight.child, weight.module)
+        fused = _fused_weight(weight)
         if fused is not None and fused.kind in which and not _is_packed(weight.param):
             more = fused.per_head if "per_head" in which else {}
             build = functools.partial(fused.build, **more)
             return _fitted(weight, _turned(build) if first else build, fused.rows)
         if fused is None and _looks_fused(weight):
             unknown.append(weight.name)
-    grouped = isinstance(weight.owner, TEGroupedMLP)
+    is_te = is_a(weight.module, "transformer_engine", "GroupedLinear")
+    grouped = is_te or isinstance(weight.owner, TEGroupedMLP)
     if declared is None and inputs_come_first is None and weight.is_stack and not grouped:
         return _fitted(weight, lambda shape: replace(whole(shape), kind=NO_ORDER))
     if is_convolution or first or ((declared or grouped) and weight.dims != 2):
         return _fitted(weight, _turned(whole) if first else whole)
     return None
+
+
+def _inputs_first(weight: HeldParameter) -> bool | None:
+    """Whether a weight's inputs come first; None if no table knows its module."""
+    if weight.convolution is not None:
+        return isinstance(weight.convolution, _ConvTransposeNd)
+    return known_transformers.inputs_first(weight.module, weight.dims)
+
+
+def _fused_weight(weight: HeldParameter) -> known_megatron.FusedWeight | None:
+    """Return how a weight is fused; None if it is one matrix or unknown."""
+    layer = (weight.owner, weight.child, weight.module)
+    fused = known_megatron.fused_weight(*layer)
+    # of Megatron's own modules, all fused weights are known
+    if fused is not None or type(weight.owner).__module__.startswith("megatron."):
+        return fused
+    return known_transformers.fused_weight(*layer)
 
 
 def _turned(build: Callable[[tuple[int, ...]], Split]) -> Callable[[tuple[int, ...]], Split]:
@@ -235,7 +254,8 @@ def _warn_of_heads(
     missing = [
         weight.name
         for weight in weights
-        if weight.param not in by_head and by_names().looks_like_heads(weight.owner, weight.child)
+        if weight.param not in by_head
+        and known_transformers.looks_like_heads(weight.owner, weight.child)
     ]
     if missing or not by_head:
         logger.warning(

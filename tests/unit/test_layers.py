@@ -33,8 +33,6 @@ ORDER = (
     "fsdp2",
     "muon",
     "extending",
-    # what is outside the core, which imports none of it
-    "contrib",
     # what it is made of
     "wrappers",
     "qk_clip",
@@ -99,7 +97,7 @@ def test_imports_go_strictly_down():
 
 def test_the_core_knows_nothing_of_what_is_outside():
     for place in (p for p in SOURCES if top_of(p) in INSIDE and top_of(p) != "cpu"):
-        assert not imported(SOURCES[place]) & {"cpu", "tools", "testing", "contrib"}, place
+        assert not imported(SOURCES[place]) & {"cpu", "tools", "testing"}, place
 
 
 def test_no_import_of_ours_waits_until_a_function_is_called():

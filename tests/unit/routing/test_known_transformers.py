@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.matrices import gated, transposed
-from megatron_eopt.routing.orientation import inputs_first
+from megatron_eopt.routing import known_transformers
+from megatron_eopt.routing.known_transformers import inputs_first
 from megatron_eopt.routing.places import places_in
 from megatron_eopt.routing.splits import find_splits
 from tests.harness import run_ranks
@@ -139,162 +139,117 @@ def check_steps(home: str, name: str) -> None:
         assert torch.allclose(ours, layer.weight, rtol=1e-5, atol=1e-6), name
 
 
-def run_experts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    for w in weight:
-        x = x @ w.to(x.dtype)
-    return x
+def of_package(package: str, name: str, base: type[nn.Module] = nn.Module) -> type[nn.Module]:
+    return type(name, (base,), {"__module__": f"{package}.models"})
 
 
-class Written(nn.Module):
-    """Weights ``w0`` to ``w9`` used in every way, of which the names of the answers tell."""
+def test_classes_are_known_by_name_and_package_along_the_method_order():
+    assert inputs_first(of_package("transformers", "Conv1D")(), 2) is True
+    assert inputs_first(of_package("mine", "Conv1D")(), 2) is False
+    derived: Any = of_package("mine", "Mine", of_package("transformers", "GptOssExperts"))()
+    # of experts only the 3-D weights, not the biases
+    assert [inputs_first(derived, dims) for dims in (2, 3)] == [False, True]
+    derived.is_transposed = False
+    assert inputs_first(derived, 3) is False
+    assert inputs_first(of_package("transformers", "Step3p7Experts")(), 3) is False
+    assert inputs_first(of_package("mine", "Step3p7Experts")(), 3) is None
 
-    flag = True
 
+@pytest.mark.parametrize("package", ["transformers", "diffusers", "timm"])
+def test_tables_name_classes_that_are_there(package):
+    (folder,) = pytest.importorskip(package, exc_type=ImportError).__path__
+    text = "".join(file.read_text() for file in Path(folder).rglob("*.py"))
+    there = set(re.findall(r"^class (\w+)", text, re.MULTILINE))
+    tables = [table for table in vars(known_transformers).values() if isinstance(table, dict)]
+    names = {name for table in tables for name in table.get(package, ())}
+    assert names
+    assert not names - there
+
+
+class Unknown(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        for number in range(14):
-            self.register_parameter(f"w{number}", nn.Parameter(torch.zeros(2, 4, 4)))
+        self.weight = nn.Parameter(torch.randn(2, 4, 12))
 
-    def forward(this, x: torch.Tensor) -> Any:  # noqa: N805  a name as good as any
-        return this.compute(x)
-
-    def compute(self, x: torch.Tensor) -> Any:
-        a, b = self.w2, self.w3.mT
-        first = functional.linear(x, self.w0[0])
-        second = x @ self.w1[0]
-        third = torch.bmm(x, a.float()), x.bmm(b)
-        fourth = torch.baddbmm(x, x, self.w4), torch.einsum("bd,edf->ebf", x, self.w5)
-        fifth = torch.einsum("bd,efd->ebf", x, self.w6), self.run(self.w7, x)
-        sixth = run_experts(x, weight=self.w8), [x @ w.transpose(0, 1) for w in self.w9]
-        for one, other in zip(x, self.w10, strict=True):
-            first += torch.matmul(one, other.T)
-        seventh = x @ self.w11.flatten(0, 1), x @ self.w12[0] + functional.linear(x, self.w12[1])
-        return first, second, third, fourth, fifth, sixth, seventh, x * self.w13
-
-    @staticmethod
-    def run(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return torch._grouped_mm(x, weight.bfloat16().transpose(-2, -1), offs=None)
-
-
-def test_how_code_multiplies_tells_which_dimension_is_the_input():
-    found = [inputs_first(Written(), f"w{number}", 3) for number in range(14)]
-    first_two = [False, True]
-    assert found[:2] == first_two
-    assert found[2:11] == [True, False, True, True, False, False, True, False, False]
-    # reshaped, used in both ways, not multiplied as a matrix
-    assert found[11:] == [None, None, None]
-    assert inputs_first(nn.Linear(2, 2), "weight", 2) is False
-    assert inputs_first(nn.ConvTranspose1d(2, 2, 2), "weight", 3) is True
-
-
-class Unreadable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts_weight = nn.Parameter(torch.randn(2, 4, 12))
-
-
-Experts = type("Experts", (Unreadable,), {"forward": eval("lambda self, x: x @ self.w")})
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
 
 
 @eager
-def test_where_the_code_does_not_tell_the_table_says_so_and_the_user_decides():
-    def build(declared: str | None) -> tuple[str, list[str]]:
-        model = nn.ModuleDict({"block": Experts()})
-        if declared:
-            model.block.experts_weight.eopt_split = declared
-        with listening() as lines:
-            build_optimizer(model, config(print_optimizer_routing=True))
-        (table,) = (line for line in lines if "optimizer routing" in line)
-        (row,) = (line for line in table.splitlines() if "experts_weight" in line)
-        return row, [line for line in lines if "does not show which dimension" in line]
+def routed(cls: type[nn.Module], declared: str | bool | None = None) -> tuple[str, list[str]]:
+    """Return the row of an expert's weight in the routing table, and warnings of its order."""
+    model = nn.ModuleDict({"experts": cls()})
+    if isinstance(declared, bool):
+        model.experts.is_transposed = declared  # type: ignore[union-attr,assignment]
+    elif declared:
+        model.experts.weight.eopt_split = declared
+    with listening() as lines:
+        build_optimizer(model, config(print_optimizer_routing=True))
+    (table,) = (line for line in lines if "optimizer routing" in line)
+    (row,) = (line for line in table.splitlines() if "experts.weight" in line)
+    return row, [line for line in lines if "the classes of their modules are not known" in line]
 
-    row, (line,) = build(None)
+
+def test_of_unknown_experts_a_warning_says_what_is_taken_and_the_user_decides():
+    row, (line,) = routed(Unknown)
     assert "inputs or outputs first?: weight 2 x 4 x 12" in row
-    assert "block.experts_weight" in line
+    assert "(experts, out, in): experts.weight" in line
     assert "'transposed'" in line
-    row, lines = build("whole")
-    assert "experts: weight 2 x 4 x 12" in row
-    assert not lines
-    row, lines = build("transposed")
-    assert "transposed: weight 2 x 4 x 12" in row
-    assert not lines
+    for cls, declared, split in [
+        (Unknown, "whole", "experts: weight 2 x 4 x 12"),
+        (Unknown, "transposed", "transposed: weight 2 x 4 x 12"),
+        (Unknown, True, "transposed: weight 2 x 4 x 12"),
+        (Unknown, False, "muon      | -"),
+        (of_package("transformer_engine", "GroupedLinear", Unknown), None, "experts: weight"),
+    ]:
+        row, lines = routed(cls, declared)
+        assert split in row
+        assert not lines
 
 
 class InputsFirst(nn.Module):
-    """Experts as Llama 4 has them."""
+    """Experts as Llama 4 has them, under a name of their own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.randn(5, 6, 8))
         self.down_proj = nn.Parameter(torch.randn(5, 4, 6))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = torch.bmm(x, self.gate_up_proj).chunk(2, dim=-1)
-        return torch.bmm(gate * up, self.down_proj)
+
+class Declared(InputsFirst):
+    """Says what experts of transformers say."""
+
+    is_transposed = True
+    is_concatenated = True
 
 
-class GatedExperts(InputsFirst):
-    """Subclasses cut gate and up apart."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.parts(torch.bmm(x, self.gate_up_proj))
-        return torch.bmm(gate * up, self.down_proj)
-
-    def parts(self, y: torch.Tensor) -> Any:
-        return y.split(4, dim=-1)
-
-
-class BySlices(GatedExperts):
-    def parts(self, y: torch.Tensor) -> Any:
-        return y[..., :4], y[..., 4:]
-
-
-def cut_apart(y: torch.Tensor) -> Any:
-    return torch.chunk(y, 2, -1)
-
-
-class ByFunction(GatedExperts):
-    def parts(self, y: torch.Tensor) -> Any:
-        return cut_apart(y)
-
-
-class BySteps(GatedExperts):
-    def parts(self, y: torch.Tensor) -> Any:
-        y, _ = y.split([8, 0], dim=-1)
-        return y[..., ::2], y[..., 1::2]
-
-
-class ByView(GatedExperts):
-    def parts(self, y: torch.Tensor) -> Any:
-        y = y[..., :8]  # of this module's other tensors
-        return y.view(*y.shape[:-1], -1, 2).unbind(-1)
-
-
-class ByIndex(GatedExperts):
-    def parts(self, y: torch.Tensor) -> Any:
-        even = torch.arange(0, 8, 2)
-        return y.index_select(-1, even), y.index_select(-1, even + 1)
-
-
-class InTurn(nn.Module):
-    """A dense layer whose outputs alternate."""
-
+class Dense(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = nn.Linear(6, 8), nn.Linear(4, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).unflatten(-1, (4, 2)).unbind(-1)
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(gate * up)  # type: ignore[no-any-return]
+
+
+class InTurn(of_package("transformers", "Phi3MLP", Dense)):  # type: ignore[misc]
+    """What a class says of itself has precedence."""
+
+    is_concatenated = False
 
 
 @pytest.mark.parametrize(
     ("cls", "is_known"),
-    [(cls, True) for cls in (GatedExperts, BySlices, ByFunction)]
-    + [(cls, False) for cls in (BySteps, ByView, ByIndex, InTurn)],
+    [
+        (Declared, True),
+        (of_package("transformers", "Phi3MLP", Dense), True),
+        (of_package("mine", "Phi3MLP", Dense), False),
+        (InTurn, False),
+    ],
 )
 @eager
-def test_gate_and_up_are_halves_only_where_the_code_cuts_them(cls, is_known):
+def test_gate_and_up_are_halves_only_where_that_is_known(cls, is_known):
     model = nn.ModuleDict({"experts": cls()})
     with listening() as lines:
         build_optimizer(model, config())
@@ -330,18 +285,17 @@ def test_experts_in_one_2d_weight_look_fused():
 
 
 class Network(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, experts: type[nn.Module] = Declared) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.experts = InputsFirst()
+        self.experts = experts()
         self.proj = nn.Linear(6, 6)
 
 
 @eager
-def train(layout: str, declared: bool = False) -> dict[str, torch.Tensor]:
-    model = Network()
-    if declared:
-        model.experts.forward = None
+def train(layout: str, experts: type[nn.Module] = Declared) -> dict[str, torch.Tensor]:
+    model = Network(experts)
+    if experts is InputsFirst:
         model.experts.gate_up_proj.eopt_split = transposed(gated((5, 8, 6)))
         model.experts.down_proj.eopt_split = "transposed"
     model = cut(model, layout, "proj")
@@ -364,7 +318,7 @@ def test_parametrized_and_scripted_modules():
     assert {*found.values()} == {*plain.values()}
     assert {split.kind for split in found.values()} == {"gated", "transposed"}
     build_optimizer(nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4)), config())
-    for whole in (torch.jit.script(nn.LSTM(6, 4)), torch.jit.trace(InTurn(), torch.randn(2, 6))):
+    for whole in (torch.jit.script(nn.LSTM(6, 4)), torch.jit.trace(Dense(), torch.randn(2, 6))):
         biases = [param for param in whole.parameters() if param.dim() == 1]
         for bias in biases:
             bias.requires_grad = False
@@ -379,7 +333,7 @@ def test_parametrized_and_scripted_modules():
 @pytest.mark.parametrize("layout", ["fsdp", "units", "optim_grads_params"])
 def test_they_step_alike_on_two_ranks(layout):
     alone = train("plain")
-    assert far(train("plain", declared=True), alone)[0] == 0
+    assert far(train("plain", InputsFirst), alone)[0] == 0
     for found in run_ranks(2, train, layout):
         # the order of sums in products
         assert far(found, alone)[0] < 1e-6

@@ -4,7 +4,6 @@ Each function below describes one family of modules. The order of rows is the or
 module's ``forward`` slices its activations (megatron-core 0.19).
 """
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -64,15 +63,7 @@ def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight
         return _latent_attention(owner.config, child)
     if child == "in_proj" and (linear_attention := _linear_attention(owner, linear)) is not None:
         return linear_attention
-    # Megatron's own modules are those above
-    is_megatrons = type(owner).__module__.startswith("megatron.")
-    return None if is_megatrons else by_names().fused_weight(owner, child, linear)
-
-
-def by_names() -> Any:
-    """Return what knows the modules of transformers, by the names of their layers."""
-    # by its name, since nothing here knows what is outside
-    return importlib.import_module("megatron_eopt.contrib.transformers")
+    return None
 
 
 def _grouped_query(config: Any) -> FusedWeight:

@@ -1,8 +1,10 @@
-"""Fused weights of Hugging Face's transformers, and of modules that name their layers alike.
+"""Weights of transformers, diffusers and timm, and of modules that name their layers alike.
 
-The order of rows is the order in which ``forward`` slices its activations (transformers 5).
+Classes are known by name, so nothing here imports these packages. The order of a fused weight's
+rows is the order in which ``forward`` slices its activations (transformers 5).
 """
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,12 +13,66 @@ from torch.nn.utils import parametrize
 
 from megatron_eopt.base.place import whole_shape
 from megatron_eopt.matrices import Split, gated, per_head, periodic
-from megatron_eopt.routing.fused import FusedWeight, repeated
-from megatron_eopt.routing.orientation import has_halves, inputs_first
+from megatron_eopt.routing.known_megatron import FusedWeight, repeated
+from megatron_eopt.routing.plain_names import is_a
 
 GATED = {"gate_up_proj": "down_proj", "input_linear": "output_linear"}
 """What transformers calls a linear module, or a parameter of all experts, that has gate and up, and
 what follows it."""
+
+_INPUTS_FIRST = {
+    "transformers": ("Conv1D", "Gemma3MultiModalProjector", "T5Gemma2MultiModalProjector"),
+    "timm": ("CondConv2d",),
+}
+"""Classes whose weights are ``(in, out)``, by their package."""
+
+_EXPERTS_INPUTS_FIRST = {
+    "transformers": (
+        "AriaExperts",
+        "GptOssExperts",
+        "Llama4TextExperts",
+        "OpenAIPrivacyFilterExperts",
+    ),
+    "diffusers": ("SwiGLUExperts",),
+}
+"""Classes whose weights are ``(experts, in, out)``."""
+
+_EXPERTS_OUTPUTS_FIRST = {
+    "transformers": (
+        "InklingSharedExperts",
+        "JetMoeParallelExperts",
+        "LongcatFlashExperts",
+        "Step3p7Experts",
+    ),
+}
+"""Classes whose weights are ``(experts, out, in)``, besides those that say ``is_transposed``."""
+
+_HALVES = {
+    "transformers": (
+        "DiaMLP",
+        "Dots3NoteAudioMLP",
+        "EsmFold2SwiGLU",
+        "Glm4MLP",
+        "Glm4vTextMLP",
+        "GlmImageTextMLP",
+        "GlmMLP",
+        "GlmOcrTextMLP",
+        "GraniteMoeHybridMLP",
+        "GraniteMoeSWAMLP",
+        "GraniteMoeSharedMLP",
+        "JetMoeMoE",
+        "Llama4TextExperts",
+        "LongcatFlashExperts",
+        "MiniMaxM3VLDenseMLP",
+        "Phi3MLP",
+        "Phi4MultimodalAudioMLP",
+        "Phi4MultimodalMLP",
+        "Step3p7Experts",
+        "Zamba2MLP",
+    ),
+    "diffusers": ("OmniGenFeedForward", "SwiGLUExperts"),
+}
+"""Classes that cut gate from up in the middle, besides those that say ``is_concatenated``."""
 
 _SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),
@@ -36,7 +92,7 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight | None:
-    """Return how the weight of ``owner.child`` is fused, as :func:`routing.fused.fused_weight`."""
+    """Return how the weight of ``owner.child`` is fused; None if it is one matrix or unknown."""
     if (latent := _latent_attention(owner, child)) is not None:
         return latent
     if (groups := getattr(linear, "n_groups", 0)) and isinstance(linear, nn.Linear):
@@ -46,6 +102,30 @@ def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight
     if looks_like_heads(owner, child):
         return _heads(owner, child)
     return None
+
+
+def inputs_first(module: nn.Module, dims: int) -> bool | None:
+    """Whether a module's weight is ``(in, out)``, or ``(experts, in, out)``; None if unknown.
+
+    A 2-D weight of an unknown class counts as ``(out, in)``, as in ``torch.nn.Linear``.
+
+    Args:
+        module: The module.
+        dims: How many dimensions its weight has.
+    """
+    if dims == 2:
+        return _is_any(module, _INPUTS_FIRST)
+    # transformers sets it on modules of experts
+    declared = getattr(module, "is_transposed", None)
+    if isinstance(declared, bool):
+        return declared
+    if _is_any(module, _EXPERTS_INPUTS_FIRST):
+        return True
+    return False if _is_any(module, _EXPERTS_OUTPUTS_FIRST) else None
+
+
+def _is_any(module: nn.Module, classes: Mapping[str, Sequence[str]]) -> bool:
+    return any(is_a(module, package, *names) for package, names in classes.items())
 
 
 def looks_like_heads(owner: nn.Module, child: str) -> bool:
@@ -92,7 +172,7 @@ def _shape_of(owner: nn.Module, name: str) -> tuple[int, ...]:
     if own is None:
         return (getattr(item, "out_features", 0), getattr(item, "in_features", 0))
     *experts, rows, cols = whole_shape(own)
-    if inputs_first(owner, name, own.dim()):
+    if inputs_first(owner, own.dim()):
         rows, cols = cols, rows
     return (*experts, rows, cols)
 
@@ -133,5 +213,7 @@ def _in_groups(shape: tuple[int, ...], *, groups: int) -> Split:
 def _gate_beside_up(owner: nn.Module, child: str) -> FusedWeight | None:
     """Gated MLP: the outputs of the gate, then those of up. Others are not split."""
     outputs, inputs = _shape_of(owner, child)[-2], _shape_of(owner, GATED[child])[-1]
-    fits = 0 < outputs == 2 * inputs and has_halves(owner)
+    declared = getattr(owner, "is_concatenated", None)  # set by transformers, too
+    has_halves = declared if isinstance(declared, bool) else _is_any(owner, _HALVES)
+    fits = 0 < outputs == 2 * inputs and has_halves
     return FusedWeight("gated", None, gated, {}) if fits else None
