@@ -1,9 +1,8 @@
 """Save checkpoints so that none is lost or mixed, and load them at any parallel layout.
 
-Optimizer state loads also if another optimizer wrote it. All files are checked before a load.
+All files are checked before a load.
 """
 
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ with importing_quietly():
     from megatron.core.dist_checkpointing import serialization
 
     from megatron_eopt.base.agreement import CheckpointError, from_rank_0
-    from megatron_eopt.checkpoint.continuation import Policy
     from megatron_eopt.checkpoint.guard.files import check
     from megatron_eopt.checkpoint.guard.saves import (
         absolute,
@@ -75,27 +73,17 @@ def checked(folder: str | Path, *, every_byte: bool = False) -> Path:
     return place
 
 
-def load(
-    sharded_state_dict: dict[str, Any],
-    folder: str | Path,
-    *,
-    fresh: Iterable[str] = (),
-    momentum_from_adam: bool = False,
-    **kwargs: Any,
-) -> Any:
+def load(sharded_state_dict: dict[str, Any], folder: str | Path, **kwargs: Any) -> Any:
     """Load a checkpoint; replaces ``dist_checkpointing.load``.
 
-    Optimizer state is first matched with the checkpoint, by parameter and kind of state. All ranks
-    must call this together, and errors are raised on every rank before any state is read.
+    Optimizer state is first matched with the checkpoint: it continues if the same optimizer wrote
+    it, and starts fresh if another one did. All ranks must call this together, and errors are
+    raised on every rank before any state is read.
 
     Args:
         sharded_state_dict: What to load. For the optimizer, pass the result of its
             ``sharded_state_dict(model_state, is_loading=True)``. It is changed in place.
         folder: Folder of one iteration, in the format ``torch_dist``.
-        fresh: Kinds of optimizer state, such as ``"exp_avg"``, that start fresh if the checkpoint
-            lacks them; in addition to the configuration's ``ckpt_allow_missing_optim_state``.
-        momentum_from_adam: Whether Muon's momentum starts as Adam's first moment if the checkpoint
-            has no momentum; also on if the configuration sets ``checkpoint_momentum_from_adam``.
         kwargs: Other arguments of ``dist_checkpointing.load``.
 
     Returns:
@@ -103,9 +91,10 @@ def load(
 
     Raises:
         CheckpointError: If a file of the checkpoint is missing, damaged or of another save.
-        ConfigurationError: If state is missing, or starts fresh in an optimizer that has stepped.
+        ConfigurationError: If state is missing, is of an unknown optimizer, or would start fresh in
+            an optimizer that has stepped.
     """
     folder = checked(folder)
     # before the load, which fails for a key that the checkpoint lacks
-    match(sharded_state_dict, folder, Policy(frozenset(fresh), momentum_from_adam))
+    match(sharded_state_dict, folder)
     return serialization.load(sharded_state_dict, str(folder), **kwargs)

@@ -45,7 +45,6 @@ _OF_NO_FIELD = {
 
 _GROUPS = {
     "optimizer layer": ("optimizer-", "import", "fused-", "cautious-", "matrix-", "print-", "log-"),
-    "checkpoints": ("ckpt-", "checkpoint-"),
     "muon": ("muon-",),
     "adaptive muon": ("adaptive-muon-",),
     "soap": ("soap-",),
@@ -84,8 +83,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "import": {"metavar": "FILE", "action": "append"},
     "print-optimizer-routing": _STORE_TRUE,
     "log-optimizer-stats": _STORE_TRUE,
-    "ckpt-allow-missing-optim-state": {"metavar": "KEY", "nargs": "+"},
-    "checkpoint-momentum-from-adam": _STORE_TRUE,
     "muon-backend": {"choices": backend_names()},
     "adaptive-muon-moment2-method": {"choices": CHOICES["adaptive_muon_moment2_method"]},
 }

@@ -22,6 +22,7 @@ from megatron_eopt.arguments.flags import (
 )
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.imports import import_file
+from megatron_eopt.base.names import IN_RANK_FILES
 from megatron_eopt.config.config import EmergingOptimizerConfig, default_values
 from megatron_eopt.config.config_file import ALLOWED, read_optimizer_file
 from megatron_eopt.config.retired import RETIRED, refusal, without_retired
@@ -70,6 +71,8 @@ def config_from_args(args: argparse.Namespace) -> tuple[EmergingOptimizerConfig,
     # a checkpoint's arguments may be those of an earlier version
     values = {n: value for n, value in without_retired(vars(args)).items() if n in names}
     config = EmergingOptimizerConfig(**read_fields(EmergingOptimizerConfig, values))
+    if getattr(args, "ckpt_format", None) == "torch":
+        setattr(config, IN_RANK_FILES, True)
     return config, megatron_optimizer.get_standard_config_overrides(config)
 
 

@@ -43,6 +43,10 @@ RATES = frozenset(
 CAUTIOUS_DECAY = "cautious_weight_decay"
 """Field and constructor argument of weight decay that depends on the signs of updates."""
 
+IN_RANK_FILES = "in_rank_files"
+"""Attribute of a configuration of the trainer's flags: checkpoints have format ``torch``, in which
+only megatron-core's own Adam and SGD can save sharded state."""
+
 NO_MUON_ATTRIBUTE = "use_muon"
 """A parameter with this attribute set to ``False`` goes to the scalar optimizer."""
 

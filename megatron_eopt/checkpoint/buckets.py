@@ -1,129 +1,150 @@
-"""State that is saved by bucket, which loads at any layout.
+"""State that megatron-core's Adam has saved by bucket (``dp_reshardable``).
 
-Megatron's Adam saves each bucket of DDP's buffers as a flat tensor of many parameters of one
-model-parallel rank, for each kind of state (``dp_reshardable``). This package saves beside it which
-box of which parameter is where in a bucket.
+Note [Order in buckets]
+    Each bucket of DDP's buffers is a flat tensor of many parameters of one model-parallel rank, for
+    each kind of state. megatron-core does not write which parameters these are. Its rule is fixed:
+    a buffer for each chunk and dtype has the trainable parameters in reverse order, each at a
+    multiple of 64 elements. So a rank of the same model-parallel layout, with any number of
+    data-parallel ranks, finds its parameters by their sizes.
 """
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from megatron.core.fp8_utils import is_float8tensor
+from torch import Tensor
 
-from megatron_eopt.checkpoint.files import object_at
-from megatron_eopt.checkpoint.keys import BUCKET_PARAMS, buffer_params_name, split_key
+from megatron_eopt.base.agreement import CheckpointError
+from megatron_eopt.checkpoint.catalogue import Catalogue
 from megatron_eopt.checkpoint.parameter_space import parameter_spaces
-from megatron_eopt.checkpoint.sources import Source
+from megatron_eopt.checkpoint.sources import Boxes, Source
 from megatron_eopt.layouts.boxes import Box
 
-BY_BUCKET = "dp_reshardable"
-"""Megatron's name for this form of state."""
+_ALIGNMENT = 64  # of a parameter's first element, as ``pad_param_start`` of megatron-core has it
 
-_SUFFIX = "/shard_0_1"
-"""What dist_checkpointing appends to the key of an object."""
-
-_GROUPS = re.compile(
-    rf"((?P<chain>(?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_\d+\.)optimizer{_SUFFIX}"
+_BUCKET = re.compile(
+    r"(?P<chain>(?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(?P<rank>\d+)"
+    r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_\((?P<dtype>[^,]+),[^)]*\)\.bucket_idx_(?P<number>\d+)"
 )
-"""The key of the groups that are saved beside the buckets of a model-parallel rank."""
 
 
-type BucketBoxes = Mapping[str, Sequence[Source]]
-"""By parameter: its boxes, whose keys and shapes are of a bucket, without a kind of state."""
-
-
-def read_buckets(folder: Path, metadata: Metadata) -> tuple[BucketBoxes, list[dict[str, Any]]]:
-    """Read where parameters are in buckets, and groups and loss scale of each optimizer."""
-    boxes: dict[str, dict[Box, Source]] = {}
-    common: dict[str, dict[str, Any]] = {}
-    saved = metadata.state_dict_metadata
-    for key in saved:
-        match = _GROUPS.fullmatch(key)
-        # all model-parallel ranks have the same groups
-        if match is not None and match["chain"] not in common:
-            keys = {name: f"{match[1]}{name}{_SUFFIX}" for name in ("optimizer", "grad_scaler")}
-            common[match["chain"]] = {
-                n: object_at(folder, metadata, key)[0] for n, key in keys.items() if key in saved
-            }
-        parts = split_key(key)
-        if parts is None or parts.kind is not None or not parts.name.startswith(BUCKET_PARAMS):
-            continue
-        (layout,) = object_at(folder, metadata, key)
-        if not isinstance(layout, Mapping):
-            continue  # written before boxes were saved
-        prefix = next(p for p in layout["prefixes"] if f"{p}optimizer{_SUFFIX}" in saved)
-        for parameter, bucket, first, strides, shape, offset in layout["boxes"]:
-            box = Box(offset, shape)
-            # several model-parallel ranks may have a parameter
-            source = in_bucket(prefix + bucket, first, strides, box)
-            boxes.setdefault(parameter, {}).setdefault(box, source)
-    return {key: list(by_box.values()) for key, by_box in boxes.items()}, [*common.values()]
-
-
-def in_bucket(bucket: str, first: int, strides: tuple[int, ...], box: Box) -> Source:
-    """Return a box of a parameter in a bucket, of any kind of state."""
-    return Source(bucket, (), box, (first,), strides)
-
-
-class BucketSpace:
-    """Where one optimizer's parameters are in a checkpoint by bucket.
+def boxes_in_buckets(
+    catalogue: Catalogue,
+    model_chunks: Sequence[Any],
+    model_state: Mapping[str, Any],
+    ranks: Mapping[bool, int],
+) -> Boxes:
+    """Return where this rank's parameters are in a checkpoint's buckets, without a kind of state.
 
     Args:
-        optimizer: Megatron's distributed optimizer.
-        prefixes: Possible prefixes of its keys, with and without the index in a chain; the likely
-            one first.
+        catalogue: What the checkpoint has. Parameters whose state it names are in no bucket.
+        model_chunks: The rank's model chunks.
+        model_state: The model's ``sharded_state_dict``.
+        ranks: Number of the model-parallel rank, without (False) and with expert parallelism.
+
+    Raises:
+        CheckpointError: If the parameters do not fill the buckets exactly.
     """
-
-    def __init__(self, optimizer: Any, prefixes: tuple[str, ...]) -> None:
-        name = f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}."
-        self.prefixes = tuple(prefix + name for prefix in prefixes)
-        label = f"{next(filter(None, prefixes))}{optimizer.data_parallel_group_idx}"
-        self.params_name = buffer_params_name(label, optimizer.buffer_params)
-        self._optimizer = optimizer
-
-    def boxes(self, model_state: Mapping[str, Any]) -> Iterator[tuple[str, int, Source]]:
-        """Yield key, size of the bucket and box of all parameters in the buckets.
-
-        Those of other data-parallel ranks, too.
-        """
-        buffers = self._optimizer.buffers
-        spaces = parameter_spaces(model_state, [p for b in buffers for p in b.param_index_map])
-        # names and offsets as in megatron-core's ``sharded_param_state_dp_reshardable``
-        for index, (buffer, (dtype,)) in enumerate(
-            zip(buffers, self._optimizer.gbuf_ranges, strict=True)
-        ):
-            for param, (start, _, number) in buffer.param_index_map.items():
-                name = f"gbuf_idx_{index}.dtype_{dtype}.bucket_idx_{number}"
-                bucket = buffer.buckets[number]
-                start -= bucket.offset
-                for piece, shape, offset, first, strides in spaces[param].boxes(0, param.numel()):
-                    box = in_bucket(name, start + first, strides, Box(offset, shape))
-                    yield piece.key, bucket.numel_unpadded, box
-
-    def described(self, model_state: Mapping[str, Any]) -> ShardedObject:
-        """Return the object that says which parameters are where in the buckets."""
-        boxes = [
-            (key, it.key, *it.global_offset, it.strides, it.box.shape, it.box.offset)
-            for key, _, it in self.boxes(model_state)
+    written = _buckets_in(catalogue)
+    if not written:
+        return {}
+    trained = [[p for p in chunk.parameters() if p.requires_grad] for chunk in model_chunks]
+    spaces = parameter_spaces(model_state, dict.fromkeys(itertools.chain(*trained)))
+    named = catalogue.state.keys()
+    boxes: dict[str, list[Source]] = {}
+    for is_expert, rank in ranks.items():
+        params = [
+            [
+                p
+                for p in chunk
+                if getattr(p, "allreduce", True) != is_expert
+                and named.isdisjoint((spaces[p].name, *spaces[p].keys))
+            ]
+            for chunk in trained
         ]
-        layout = {"prefixes": self.prefixes, "boxes": boxes}
-        return ShardedObject(
-            f"optimizer.{self.params_name}", layout, (1,), (0,), replica_id=self._replica
-        )
+        if not any(params):
+            continue
+        of_rank = (chain for chain in written if rank in written[chain])
+        fitting = ((c, f) for c in of_rank if (f := _fit(params, written[c][rank])) is not None)
+        chain, found = next(fitting, ("", None))
+        if found is None:
+            rule = (
+                "this form of Adam's state, written without megatron-eopt, names no parameters, "
+                "and those of this rank do not fill its buckets"
+            )
+            hint = (
+                "Load it at the tensor, pipeline and expert parallelism that wrote it, and save "
+                "once. That checkpoint loads at any layout"
+            )
+            raise CheckpointError("checkpoint", "dp_reshardable", rule, hint)
+        del written[chain]
+        for param, (bucket, start) in found.items():
+            for piece, shape, offset, first, strides in spaces[param].boxes(0, param.numel()):
+                source = Source(bucket, (), Box(offset, shape), (start + first,), strides)
+                boxes.setdefault(piece.key, []).append(source)
+    return boxes
 
-    @property
-    def _replica(self) -> tuple[int, int, int]:
-        instance = self._optimizer.distributed_optimizer_instance_id
-        return (instance, 0, self._optimizer.data_parallel_group.rank())
 
-    def common(self) -> Mapping[str, ShardedObject]:
-        """Return the objects that are stored with the buckets: groups and loss scale."""
-        names = ("optimizer", *(("grad_scaler",) if self._optimizer.grad_scaler else ()))
-        prefix = self.prefixes[0]
-        return {
-            name: ShardedObject(f"{prefix}{name}", None, (1,), (0,), replica_id=self._replica)
-            for name in names
-        }
+type _Buffers = dict[int, tuple[str, list[tuple[str, int]]]]
+"""By the number of a buffer: its dtype, and the names and sizes of its buckets."""
+
+
+def _buckets_in(catalogue: Catalogue) -> dict[str, dict[int, _Buffers]]:
+    """Return the buffers of each optimizer of the chain that wrote them, by model-parallel rank."""
+    # all kinds of state have the same buckets
+    distinct = {
+        (m["chain"], int(m["rank"]), int(m["buffer"]), int(m["number"]), m["dtype"], m[0]): shape[0]
+        for key, shape in catalogue.shapes.items()
+        if shape and (m := _BUCKET.match(key))
+    }
+    written: dict[str, dict[int, _Buffers]] = {}
+    for (chain, rank, buffer, _, dtype, name), size in sorted(distinct.items()):
+        buffers = written.setdefault(chain, {}).setdefault(rank, {})
+        buffers.setdefault(buffer, (dtype, []))[1].append((name, size))
+    return written
+
+
+def _fit(
+    chunks: Sequence[Sequence[Tensor]], buffers: _Buffers
+) -> dict[Tensor, tuple[str, int]] | None:
+    """Return bucket and first element of each parameter, if all fill the buffers exactly."""
+    wanted = []
+    for chunk in chunks:
+        # 8-bit weights are in a buffer of bytes
+        dtype_of = {p: torch.uint8 if is_float8tensor(p) else p.dtype for p in reversed(chunk)}
+        for dtype in dict.fromkeys(reversed(dtype_of.values())):
+            wanted.append((str(dtype), [p for p in dtype_of if dtype_of[p] == dtype]))
+    if [dtype for dtype, _ in wanted] != [buffers[number][0] for number in sorted(buffers)]:
+        return None
+    found: dict[Tensor, tuple[str, int]] = {}
+    for (_, params), number in zip(wanted, sorted(buffers), strict=True):
+        buckets = buffers[number][1]
+        starts = _starts([size for _, size in buckets], [p.numel() for p in params])
+        if starts is None:
+            return None
+        for param, (bucket, first) in zip(params, starts, strict=True):
+            found[param] = (buckets[bucket][0], first)
+    return found
+
+
+def _starts(buckets: Sequence[int], numels: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Return bucket and first element of each parameter, if they fill the buckets exactly."""
+    starts: list[tuple[int, int]] = []
+    number = end = 0
+
+    def aligned(index: int) -> int:
+        return -(-index // _ALIGNMENT) * _ALIGNMENT
+
+    for numel in numels:
+        if aligned(end) + numel > buckets[number]:
+            # before shared embeddings, a bucket is filled up
+            if buckets[number] not in (end, aligned(end)) or number + 1 == len(buckets):
+                return None
+            number, end = number + 1, 0
+        starts.append((number, aligned(end)))
+        end = aligned(end) + numel
+    is_full = number + 1 == len(buckets) and buckets[number] in (end, aligned(end))
+    return starts if is_full else None

@@ -5,6 +5,7 @@
 unchecked, so a checkpoint must be trusted.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_eopt.checkpoint.buckets import BucketBoxes, read_buckets
 from megatron_eopt.checkpoint.files import (
     RANK_FILE,
     form_of,
@@ -27,9 +27,9 @@ from megatron_eopt.checkpoint.files import (
     read_metadata,
     read_rank_file,
 )
-from megatron_eopt.checkpoint.keys import BUCKET_PARAMS, Saved, split_key
-from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER, Groups, groups_in
-from megatron_eopt.config.writers import TOLD
+from megatron_eopt.checkpoint.groups import BY_PARAMETER, PARAM_NAMES, Groups, groups_in
+from megatron_eopt.checkpoint.keys import Saved, split_key
+from megatron_eopt.checkpoint.rule import MEANINGS, Kinds, SavedState, Writer, optimizer_of
 from megatron_eopt.routing.groups import GROUP_ID
 
 type Shapes = Mapping[str, tuple[int, ...] | None]
@@ -45,7 +45,6 @@ class Catalogue:
     common: Mapping[str, Any] = field(default_factory=dict)  # arguments, groups and the like
     # settings of groups by parameter, in ``fsdp_dtensor``
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    bucket_boxes: BucketBoxes = field(default_factory=dict)  # where parameters are in buckets
     # groups and loss scale of each optimizer of the chain that are saved with its buckets
     bucket_common: Sequence[Mapping[str, Any]] = ()
 
@@ -56,8 +55,11 @@ class Catalogue:
 
     @cached_property
     def groups(self) -> Groups:
-        """Parameter groups that are saved once for all parameters."""
-        return groups_in(self.common)
+        """Parameter groups that are saved once for all parameters, each with its optimizer."""
+        groups = [*groups_in(self.common), *groups_in(self.bucket_common)]
+        # megatron-core does not name its main optimizer there
+        main = getattr(self.common.get("args"), "optimizer", None)
+        return [g if main is None or optimizer_of(g) else {**g, "optimizer": main} for g in groups]
 
     @cached_property
     def state(self) -> Mapping[str, Mapping[str, Saved]]:
@@ -74,9 +76,47 @@ class Catalogue:
         return frozenset(v.kind for v in self.values.values() if v.in_bucket and v.kind)
 
     @cached_property
-    def bucket_names(self) -> frozenset[str]:
-        """Names of objects that identify the parameters in buckets."""
-        return frozenset(v.name for v in self.values.values() if v.name.startswith(BUCKET_PARAMS))
+    def _full_keys(self) -> Mapping[str, str]:
+        # two optimizers of a chain have no parameter in common, so nothing is lost
+        return {key.removeprefix(value.chain): key for key, value in self.values.items()}
+
+    def full_key(self, key: str) -> str | None:
+        """Return a key with the index in a chain, if the checkpoint has it."""
+        return self._full_keys.get(key)
+
+    def tensor_keys(self, key: str) -> list[str]:
+        """Return the full key of a tensor, if the checkpoint has it."""
+        full = self._full_keys.get(key, "")
+        return [full] if self.shapes.get(full) is not None else []
+
+    @cached_property
+    def _group_of(self) -> Mapping[str, Mapping[str, Any]]:
+        return {name: group for group in self.groups for name in group.get(PARAM_NAMES, ())}
+
+    def state_of(
+        self, names: tuple[str, str], kinds: frozenset[str], own: Kinds, *, is_matrix: bool
+    ) -> SavedState:
+        """Return what the checkpoint has of a parameter, with who may have written it.
+
+        Args:
+            names: The parameter's name, and that of its stack of layers or experts.
+            kinds: Kinds of its saved state.
+            own: Kinds of state of this run's optimizers.
+            is_matrix: Whether megatron-core gives the parameter to its main optimizer.
+        """
+        if self._group_of:
+            name, stack = names
+            # a group has a stack's name if it had any of its layers, and maybe not this one
+            group = self._group_of.get(name) or (self._group_of.get(stack) if kinds else None)
+            return SavedState(kinds, () if group is None else (Writer.of(group),))
+        if not kinds:
+            return SavedState()
+        # megatron-core and NeMo name no parameters
+        mains = [optimizer_of(group) != "adam" for group in self.groups]
+        usual = [g for g, main in zip(self.groups, mains, strict=True) if main == is_matrix]
+        every = SavedState(kinds, tuple(dict.fromkeys(map(Writer.of, self.groups)))).by(own)
+        likely = {*map(Writer.of, usual)}.intersection(every.writers)
+        return every._replace(writers=tuple(likely)) if likely else every
 
 
 def read_catalogue(folder: Path) -> Catalogue:
@@ -95,7 +135,29 @@ def read_catalogue(folder: Path) -> Catalogue:
         return _of_torch(folder, metadata)
     values = {key: by_key(key, *_sizes(item)) for key, item in metadata.state_dict_metadata.items()}
     common = read_common_state(folder)
-    return Catalogue("torch_dist", values, common, {}, *read_buckets(folder, metadata))
+    return Catalogue("torch_dist", values, common, {}, _common_of_buckets(folder, metadata))
+
+
+_GROUPS = re.compile(
+    r"(?P<optimizer>(?P<chain>(?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_\d+\.)"
+    r"optimizer/shard_0_1"
+)
+"""The key of the groups that are saved beside the buckets of a model-parallel rank."""
+
+
+def _common_of_buckets(folder: Path, metadata: Metadata) -> list[dict[str, Any]]:
+    """Return groups and loss scale of each optimizer that are saved beside its buckets."""
+    common: dict[str, dict[str, Any]] = {}
+    saved = metadata.state_dict_metadata
+    for match in filter(None, map(_GROUPS.fullmatch, saved)):
+        # all model-parallel ranks have the same groups
+        if match["chain"] not in common:
+            names = ("optimizer", "grad_scaler")
+            keys = {name: f"{match['optimizer']}{name}/shard_0_1" for name in names}
+            common[match["chain"]] = {
+                n: object_at(folder, metadata, key)[0] for n, key in keys.items() if key in saved
+            }
+    return [*common.values()]
 
 
 def by_key(
@@ -135,7 +197,7 @@ def _of_torch(folder: Path, metadata: Metadata) -> Catalogue:
     return Catalogue(form, values, common, settings)
 
 
-_TOLD = (GROUP_ID, "optimizer", *TOLD)
+_TOLD = (GROUP_ID, "optimizer", *MEANINGS)
 """Settings of groups that tell what their parameters' state means."""
 
 

@@ -5,6 +5,7 @@ Parameter groups and state hold DTensors, or plain tensors where a model is not 
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,18 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.names import STEP
-from megatron_eopt.checkpoint.continuation import Policy
-from megatron_eopt.checkpoint.saved_groups import take_settings
+from megatron_eopt.checkpoint.groups import take_settings
+from megatron_eopt.checkpoint.rule import identity_of
 from megatron_eopt.checkpoint.state_dicts import (
-    Loaded,
-    StateDictMatch,
-    Target,
-    is_users,
+    Loads,
+    SavedStateDict,
+    misfit_of,
     named,
-    targets_of,
+    write_state,
 )
 from megatron_eopt.checkpoint.whole_matrix_state import WholeMatrixState
-from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.lending import keep
@@ -62,12 +61,13 @@ class DTensorOptimizer(ShardedOptimizer):
     def __init__(
         self, groups: Sequence[ParamGroup], served: Served, params: Iterable[Tensor]
     ) -> None:
-        self.policy = Policy()
         self._recorder = Recorder([self])
         # shapes of the state that owners keep, by parameter and name; None for a number
         self._shapes: dict[Tensor, dict[str, tuple[int, ...] | None]] = {}
         super().__init__(groups, served, params)
         self.init_state()
+        # keys of state that update rules make; all others are the user's
+        self._kinds = {name: frozenset(self.state[p]) for p, name in self.names.items()}
         raise_together(self.refuse_faults)
         self._owned: dict[AssignedRule, WholeMatrixState] = {
             item: WholeMatrixState(item.rule, local_of(item.rule.params[0]).device)
@@ -122,8 +122,7 @@ class DTensorOptimizer(ShardedOptimizer):
         for item, found in published.items():
             # only owners keep the values, and the result keeps the dictionaries replaced here
             self._stand_for(item, found)
-        names = [[self.names[param] for param in group["params"]] for group in self.param_groups]
-        return named(result, names)
+        return named(result, self.names_of_groups)
 
     def _agree_on_counts(self) -> None:
         """Let ranks with empty shards in Megatron-FSDP's buckets count steps as the others do.
@@ -147,24 +146,26 @@ class DTensorOptimizer(ShardedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load groups and state; collective.
 
-        A group takes the settings of the group with its identity. :attr:`policy` says which state
-        may be missing.
+        A group takes the settings of the group with its identity. State of another optimizer starts
+        fresh.
 
         Raises:
             ConfigurationError: On all ranks and before any change, if a parameter's state is
-                missing, belongs to another optimizer, or does not fit.
+                missing, does not fit, or is of an unknown optimizer.
         """
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         # torch's `load_state_dict` would run the hooks, but also convert state to the parameter's
         # dtype
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
+        # groups may have been changed since the build, as before a step
+        raise_together(self._take_up_groups)
         self.allocate_for_load()
-        match, loaded = raise_together(lambda: self.checked(state_dict, self.policy))
-        for group, saved in zip(self.param_groups, match.twins, strict=True):
+        twins, loads = raise_together(lambda: self.checked(state_dict))
+        for group, saved in zip(self.param_groups, twins, strict=True):
             if saved is not None:
                 take_settings(group, saved)
-        self.take(loaded)
+        self.take(loads)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -183,66 +184,94 @@ class DTensorOptimizer(ShardedOptimizer):
             for param, its in zip(update_rule.params, entries, strict=False):
                 self._shapes[param] = {entry.name: entry.shape for entry in its}
 
+    @property
+    def names_of_groups(self) -> list[list[str]]:
+        """The names of each group's parameters."""
+        return [[self.names[param] for param in group["params"]] for group in self.param_groups]
+
     def checked(
-        self, state_dict: Any, policy: Policy
-    ) -> tuple[StateDictMatch, dict[Tensor, Loaded]]:
+        self, state_dict: Any, saved: SavedStateDict | None = None, found: bool | None = None
+    ) -> tuple[list[Mapping[str, Any] | None], Loads]:
         """Return what a state dict would load; call :meth:`allocate_for_load` before.
+
+        Args:
+            state_dict: The state dict.
+            saved: The same by names, if the caller has it.
+            found: Whether it has any parameter of other optimizers, too, if the caller knows.
+
+        Returns:
+            The saved group that each group continues from, and the values of each parameter.
 
         Raises:
             ConfigurationError: If state is missing or does not fit.
         """
-        names = [[self.names[param] for param in group["params"]] for group in self.param_groups]
-        targets = targets_of(self.param_groups, names, self.update_rules, self.state)
-        match = StateDictMatch(state_dict, self.param_groups, targets)
-        loaded = match.load(policy, self._misfit, has_stepped=self.steps > 0)
-        return match, loaded
+        groups, names = self.param_groups, self.names_of_groups
+        saved = saved or SavedStateDict.of(state_dict, groups, names)
+        members = {identity_of(g): its for g, its in zip(groups, names, strict=True)}
+        kinds = {
+            param: (self._kinds[self.names[param]] & self.state[param].keys())
+            | self._shapes.get(param, {}).keys()
+            for group in groups
+            for param in group["params"]
+        }
+        loads = saved.loads(
+            groups,
+            names,
+            self.update_rules,
+            kinds,
+            self.state,
+            self._misfit,
+            has_stepped=self.steps > 0,
+            found=found,
+        )
+        return saved.twins(groups, members), loads
 
-    def take(self, loaded: Mapping[Tensor, Loaded]) -> None:
+    def take(self, loads: Loads) -> None:
         """Load what :meth:`checked` returned; collective."""
         for item in self.assigned:
             update_rule, owned = item.rule, self._owned.get(item)
-            for param in update_rule.params if owned is None else ():
-                if loaded[param].starts_fresh:
+            params = update_rule.params
+            for param in params if owned is None else ():
+                if loads.get(param, {}) is None:
                     # torch's distributed checkpoints may have been loaded in place
-                    name = name_of_class(update_rule.name)
-                    kept = {k: v for k, v in self.state[param].items() if is_users(name, k)}
-                    self.state[param] = kept
+                    own = self._kinds[self.names[param]]
+                    self.state[param] = {k: v for k, v in self.state[param].items() if k not in own}
+            for number, param in enumerate(params):
+                if owned is not None and loads.get(param, {}) is None:
+                    # an earlier load may have filled it
+                    update_rule.forget_state(number)
             with item.groups_and_state() as (groups, state):
                 update_rule.allocate_for_load(groups, state)
                 if owned is not None:
-                    saved = [loaded[param].converted() for param in update_rule.params]
-                    owned.adopt(groups, state, saved)
+                    owned.adopt(groups, state, [loads.get(param) or {} for param in params])
                     # the groups of a checkpoint may have set counts of state that starts fresh
                     for count in owned.counts():
-                        if loaded[update_rule.params[count.shard]].starts_fresh:
+                        if loads.get(params[count.shard], {}) is None:
                             count.replace(0)
-            for param in update_rule.params:
-                if owned is None:
-                    loaded[param].write(self.state[param], _copy)
-                else:
-                    loaded[param].write_of_user(self.state[param])
+            for param in params:
+                values = loads.get(param) or {}
+                if owned is not None:
+                    kept = self._shapes.get(param, {})
+                    values = {key: v for key, v in values.items() if key not in kept}
+                write_state(self.state[param], values, partial(_copy, param))
         self.pack()
 
-    def _misfit(self, target: Target, key: str, value: Any) -> str | None:
+    def _misfit(self, param: Tensor, key: str, value: Any) -> str | None:
         """Return why a saved value cannot be loaded; None if it can."""
-        own, shapes = self.state[target.param][key], self._shapes.get(target.param, {})
+        own, shapes = self.state[param][key], self._shapes.get(param, {})
         if key in shapes:
             shape = tuple(value.shape) if isinstance(value, Tensor) and value.dim() else None
             return None if shape == shapes[key] else f"of shape {shape} must have {shapes[key]}"
         if not (isinstance(own, Tensor) and isinstance(value, Tensor)):
-            kinds = type(value).__name__, type(own).__name__
-            same = isinstance(own, Tensor) == isinstance(value, Tensor)
-            return None if same else "is of type {}, and must be of type {}".format(*kinds)
+            return misfit_of(value, own, key)
+        if own.is_floating_point() > value.is_floating_point() or value.layout != torch.strided:
+            return f"of {value.dtype}, {value.layout}, must be a dense tensor of real numbers"
         if own.shape != value.shape:
             return f"of shape {tuple(value.shape)} must have shape {tuple(own.shape)}"
-        alike = _are_placed_alike(own, value)
-        if (alike or is_uneven(target.param)) and local_of(own).shape != local_of(value).shape:
+        is_cut = isinstance(value, DTensor) and (is_uneven(param) or _are_placed_alike(own, value))
+        if is_cut and local_of(own).shape != local_of(value).shape:
             return "is sharded otherwise"
         return None
-
-    def unpack(self) -> None:
-        """Convert all state to the form that state dicts have."""
-        self._show_as_saved()
 
     def pack(self) -> None:
         """Convert all state to the form that it has between steps; collective."""
@@ -274,13 +303,13 @@ class DTensorOptimizer(ShardedOptimizer):
         return kept
 
 
-def _copy(mine: Tensor, value: Any) -> Tensor:
-    """Copy a saved value into this rank's part of a tensor, and return that part."""
+def _copy(param: Tensor, mine: Tensor, value: Any) -> None:
+    """Copy a saved value into this rank's part of a tensor of a parameter's state."""
     if not _are_placed_alike(mine, value):
         # every rank has the whole tensor, and takes its own part
-        value = part_of(mine, value.full_tensor() if isinstance(value, DTensor) else value)
-    local: Tensor = local_of(mine)
-    return local.copy_(local_of(value))
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        value = part_of(param if mine.shape == param.shape else mine, whole)
+    local_of(mine).copy_(local_of(value))
 
 
 def _are_placed_alike(one: Tensor, other: Tensor) -> bool:

@@ -6,9 +6,8 @@ up), so that it loads with another tensor-parallel size; state of its shape is s
 way. All ranks have the same keys, because the layout of each DTensor is exchanged collectively.
 """
 
-import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,21 +15,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import raise_together
-from megatron_eopt.base.names import MAINS, MOMENTUM, STEP
+from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.checkpoint.catalogue import Catalogue
-from megatron_eopt.checkpoint.continuation import (
-    Continuation,
-    LoadReport,
-    Note,
-    Policy,
-    Reader,
-    log_notes,
-)
+from megatron_eopt.checkpoint.groups import BY_PARAMETER, adopt
 from megatron_eopt.checkpoint.keys import Saved
 from megatron_eopt.checkpoint.optimizer_state import prepare
-from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER, adopt, identity_of, state_in
-from megatron_eopt.checkpoint.state_dicts import Loaded, is_users
+from megatron_eopt.checkpoint.rule import (
+    LoadReport,
+    SavedState,
+    Writer,
+    identity_of,
+    log_lines,
+)
 
 FORMAT = "fsdp_dtensor"
 """The trainer's name for the format."""
@@ -40,7 +37,7 @@ _FIRST_HALF, _SECOND_HALF = "_w", "_v"
 
 def requested(storage: Any, *, is_loading: bool) -> dict[str, Any]:
     """Return what the trainer saves, or loads in place, of a chain's only optimizer; collective."""
-    storage.decided = {}
+    storage.fresh = None
     prepare([storage], is_loading=is_loading)
     packed = storage.optimizer.state_dict()
     state: dict[str, dict[str, Any]] = {}
@@ -60,138 +57,109 @@ def load(storage: Any, loaded: Mapping[str, Any]) -> None:
         ConfigurationError: If state is missing.
     """
     optimizer, state, metas = storage.optimizer, loaded["state"], loaded[BY_PARAMETER]
-    readers = readers_of(storage)
     # all groups step together, so the largest count is that of all
     steps = max((int(meta.get(STEP, 0)) for meta in metas.values()), default=0)
-    # what nobody has matched before it was read is all that was asked for
-    decided = storage.decided or raise_together(lambda: _decided_now(storage, readers, loaded))
-    storage.decided = {}
+    if storage.fresh is None:
+        # what nobody has matched before it was read is all that was asked for
+        report = raise_together(lambda: match(storage, loaded, _as_read(loaded)))
+        log_lines(report.lines)
+    fresh, storage.fresh = storage.fresh, None
     optimizer.allocate_for_load()
-    loads = {}
+    loads: dict[Tensor, Mapping[str, Any] | None] = {}
     for param in optimizer.names:
         name, current = storage._param_name(param), optimizer.state[param]
+        if name in fresh:
+            loads[param] = None
+            continue
         read = {**state.get(name + _FIRST_HALF, {}), **state.get(name, {})}
-        continuation = decided[name]
         # a DTensor was loaded in place, maybe in parts
-        values = {
-            key: current[key] if isinstance(current.get(key), DTensor) else read[origin.key]
-            for key, origin in continuation.origins.items()
-        }
-        if STEP in current and not continuation.fresh:
-            values[STEP] = read.get(STEP, steps)
-        of_user = {k: value for k, value in read.items() if is_users(readers[name][0].name, k)}
-        loads[param] = Loaded.by(continuation, values, of_user)
+        cut = {k: v for k, v in current.items() if isinstance(v, DTensor) and k in read}
+        count = {STEP: read.get(STEP, steps)} if STEP in current else {}
+        loads[param] = read | cut | count
     names = {storage._param_name(param): name for param, name in optimizer.names.items()}
     groups = [{**meta, "params": [names[name]]} for name, meta in metas.items()]
     members = {
         identity_of(group): [optimizer.names[param] for param in group["params"]]
         for group in optimizer.param_groups
     }
-    storage.twins = [adopt(group, groups, members) for group in optimizer.param_groups]
+    storage.twins = adopt(optimizer.param_groups, groups, members)
     storage.loaded_groups = groups
     optimizer.take(loads)
     storage.steps = steps
 
 
-def _decided_now(storage: Any, readers: "Readers", loaded: Mapping[str, Any]) -> "Decided":
-    """Return where state comes from whose keys and groups have been read as they are here."""
+def _as_read(loaded: Mapping[str, Any]) -> Catalogue:
+    """Return the catalogue of a checkpoint that has all that was asked for."""
     values = {
         f"{name}.{k}": Saved(k, name) for name, kinds in loaded["state"].items() for k in kinds
     }
-    catalogue = Catalogue(FORMAT, values, settings=loaded[BY_PARAMETER])
-    policy, has_stepped = storage.optimizer.policy, storage.steps > 0
-    decided, notes = match(loaded, readers, catalogue, policy, has_stepped=has_stepped)
-    log_notes(notes)
-    return decided
+    return Catalogue(FORMAT, values, settings=loaded[BY_PARAMETER])
 
 
-type Decided = Mapping[str, Continuation]
-"""Where the state of each parameter comes from, by name."""
+def match(storage: Any, wanted: Mapping[str, Any], catalogue: Catalogue) -> LoadReport:
+    """Match ``wanted``, from :func:`requested`, with a checkpoint; see Note [Load rule].
 
-type Readers = Mapping[str, tuple[Reader, frozenset[str]]]
-"""The optimizer of each parameter by name, with the kinds of its state that may be missing."""
-
-
-def readers_of(storage: Any) -> Readers:
-    """Return the optimizer of each parameter."""
-    return {
-        storage._param_name(main): (Reader.of(item.rule.name, group), item.rule.optional_state)
-        for item in storage.assigned
-        for group, main, _ in item.rule.numbered(item.groups())
-    }
-
-
-def match(
-    wanted: Mapping[str, Any],
-    readers: Readers,
-    catalogue: Catalogue,
-    policy: Policy,
-    *,
-    has_stepped: bool,
-) -> tuple[Decided, list[Note]]:
-    """Match ``wanted``, from :func:`requested`, with a checkpoint.
-
-    Removes what the checkpoint lacks and may lack, so that everything in ``wanted`` is loaded in
-    place. Other state of the checkpoint is ignored.
+    Removes what starts fresh or what the checkpoint may lack, so that everything in ``wanted`` is
+    loaded in place. Other state of the checkpoint is ignored.
 
     Args:
+        storage: The chain's only optimizer, which notes what starts fresh.
         wanted: What to load; changed in place.
-        readers: From :func:`readers_of`.
         catalogue: What the checkpoint has.
-        policy: What may differ.
-        has_stepped: Whether the optimizer has stepped, so that its state cannot start fresh.
-
-    Returns:
-        Where the state of each parameter comes from, and what starts fresh or is converted.
 
     Raises:
         ConfigurationError: If state is missing, does not fit, or cannot start fresh.
     """
-    report = LoadReport(policy)
-    decided = {}
-    for name, (reader, spare) in readers.items():
-        # a weight that is saved in two parts has one group, and its state one origin
+    report = LoadReport()
+    for name, reader, optional in _readers(storage):
+        # a weight that is saved in two parts has one group, and its state one outcome
         parts = [
             (wanted["state"][part], catalogue.state.get(part, {}))
             for part in (name, name + _FIRST_HALF, name + _SECOND_HALF)
             if part in wanted["state"]
         ]
-        settings = catalogue.settings.get(name, {})
-        asked = {k for values, _ in parts for k in values if not is_users(reader.name, k)}
+        own = {kind for values, _ in parts for kind in values}
         kinds = {kind for _, there in parts for kind in there}
-        saved = state_in([settings], kinds - MAINS - {STEP}, reader.name)
-        keys = frozenset(asked - MAINS - {STEP})
-        misfit = functools.partial(_misfit, parts)
-        outcome = decided[name] = report.decide(name, reader, keys, saved, misfit, spare)
-        # megatron-core has no count beside a momentum
-        if STEP in asked - kinds - settings.keys() and outcome.origins.keys() - {MOMENTUM}:
-            report.lack(name, STEP)
+        settings = catalogue.settings.get(name)
+        writers = () if settings is None else (Writer.of(settings),)
+        saved = SavedState(frozenset(kinds - MAINS - {STEP}), writers)
+
+        def misfit(kind: str, parts: Any = parts) -> str | None:
+            return next(_misfits(parts, kind), None)
+
+        required = own - MAINS - {STEP} - optional
+        if not report.continues(name, reader, required, misfit, saved):
+            kinds &= MAINS
         for values, there in parts:
-            for kind in values.keys() - MAINS:
-                if kind in outcome.origins:
-                    # the tensor stays, and is filled with what the other key has
-                    values[outcome.origins[kind].key] = values.pop(kind)
-                elif kind in keys or kind not in there or (kind == STEP and outcome.fresh):
-                    del values[kind]
-    report.refuse("checkpoint", has_stepped=has_stepped)
+            for kind in values.keys() - MAINS - (kinds & there.keys()):
+                del values[kind]
+    report.refuse("checkpoint", has_stepped=storage.steps > 0)
     for name, meta in wanted[BY_PARAMETER].items():
-        there = catalogue.settings.get(name, {})
-        for setting in meta.keys() - there.keys():
+        for setting in meta.keys() - catalogue.settings.get(name, {}).keys():
             del meta[setting]
-    return decided, report.notes
+    storage.fresh = report.fresh
+    return report
 
 
-def _misfit(
-    parts: Sequence[tuple[Mapping[str, Any], Mapping[str, Saved]]], kind: str, other: str
-) -> str | None:
-    """Return why a parameter's saved state cannot be loaded; None if it can."""
+def _readers(storage: Any) -> Iterator[tuple[str, Writer, frozenset[str]]]:
+    """Yield each parameter's name and optimizer, with the kinds of state that may be missing."""
+    for item in storage.assigned:
+        for group, main, _ in item.rule.numbered(item.groups()):
+            name = storage._param_name(main)
+            yield name, Writer.of(group, item.rule.name), item.rule.optional_state
+
+
+def _misfits(
+    parts: Sequence[tuple[Mapping[str, Any], Mapping[str, Saved]]], kind: str
+) -> Iterator[str]:
+    """Yield why a parameter's saved state cannot be loaded."""
     for values, there in parts:
-        if kind in values and other not in there:
-            return "is of a part of the weight only"
-        wanted, shape = values.get(kind), there[other].shape if other in there else None
+        if kind in values and kind not in there:
+            yield "is of a part of the weight only"
+            continue
+        wanted, shape = values.get(kind), there[kind].shape if kind in there else None
         if isinstance(wanted, Tensor) and shape not in (None, tuple(wanted.shape)):
-            return f"of shape {shape} must have shape {tuple(wanted.shape)}"
-    return None
+            yield f"of shape {shape} must have shape {tuple(wanted.shape)}"
 
 
 @torch.no_grad()

@@ -12,8 +12,7 @@ Note [Keys]
     kind of state, because others are frozen or have another optimizer, each gets its own tensor
     ``optimizer.state.{kind}.{parameter}.{index}``, with leading dimensions of size 1.
 
-    Megatron's Adam may be saved by bucket, without names of parameters. The key
-    ``optimizer.buffer_params.{optimizer}.{hash}`` then identifies the parameters in the buckets.
+    megatron-core's Adam may be saved by bucket, without names of parameters (buckets.py).
 
     A kind has no dots. For nested state it is the path, joined by slashes; dots, slashes and
     percent signs in names are escaped.
@@ -22,7 +21,6 @@ Note [Keys]
 """
 
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -89,14 +87,6 @@ def matrix_state_key(
     """Return the key of other state of a matrix (index, count), maybe of a shard (rank, size)."""
     suffix = "{}of{}".format(*matrix) + ("" if slab is None else ".tp{}of{}".format(*slab))
     return f"optimizer.matrix_state.{kind}.{parameter}.{suffix}"
-
-
-BUCKET_PARAMS = "buffer_params."
-
-
-def buffer_params_name(optimizer: str, params: Sequence[str]) -> str:
-    """Return the name of what identifies the parameters in an optimizer's buckets, in order."""
-    return f"{BUCKET_PARAMS}{optimizer}.{zlib.crc32(repr(params).encode()):08x}"
 
 
 def tensors(sharded_state_dict: Any) -> Iterator[ShardedTensor]:

@@ -1,31 +1,28 @@
 """The state of a chain of optimizers, as ``dist_checkpointing`` saves and loads it."""
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from megatron_eopt.base.agreement import any_rank, gather_objects, gather_unique, raise_together
 from megatron_eopt.base.names import STEP
-from megatron_eopt.checkpoint.bucket_order import order_of
-from megatron_eopt.checkpoint.continuation import Policy
-from megatron_eopt.checkpoint.gpt_layers import name_as_in_checkpoint
-from megatron_eopt.checkpoint.parameter_space import parameter_spaces
-from megatron_eopt.checkpoint.requests import StateRequests, bucket_spaces
-from megatron_eopt.checkpoint.saved_groups import (
+from megatron_eopt.checkpoint.groups import (
+    IN_ROWS_OF_MODEL,
     PARAM_NAMES,
+    Groups,
     Members,
     adopt,
     children_of,
-    identity_of,
     inner_of,
     saved_groups,
     saved_steps,
     steps_of,
 )
+from megatron_eopt.checkpoint.parameter_space import parameter_spaces
+from megatron_eopt.checkpoint.requests import StateRequests
+from megatron_eopt.checkpoint.rule import identity_of
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
 
@@ -42,14 +39,11 @@ def requested(
     *,
     is_loading: bool,
     main_optimizer: str | None = None,
-    policy: Policy,
-    by_bucket: bool = False,
     model_chunks: Sequence[Any] = (),
 ) -> dict[Any, Any]:
     """Return what ``dist_checkpointing`` saves or loads for a chain; collective.
 
-    ``main_optimizer`` is its name in groups, and ``model_chunks`` have parameters in the
-    order in which megatron-core saves them by bucket; for other arguments, see
+    ``main_optimizer`` is its name in groups; for other arguments, see
     :class:`~megatron_eopt.checkpoint.requests.StateRequests`.
     """
     prepare(storages, is_loading=is_loading)
@@ -59,15 +53,7 @@ def requested(
         (number, rule) for number, storage in enumerate(storages) for rule in storage.update_rules
     ]
     counts = None if is_loading else {rule: by_name[n, rule.name] for n, rule in numbered}
-    if is_loading:
-        raise_together(lambda: name_as_in_checkpoint(model_state))
-    # only few checkpoints need it
-    order = functools.partial(order_of, model_chunks, model_state)
-    requests = raise_together(
-        lambda: StateRequests(
-            storages, model_state, counts, policy, by_bucket=by_bucket, order=order
-        )
-    )
+    requests = raise_together(lambda: StateRequests(storages, model_state, counts, model_chunks))
     # needs the other ranks, so it follows the part in which a rank may raise
     requests.unstack_partial()
     # equal on all ranks: groups, step counts by update rule, and loss scale
@@ -88,6 +74,9 @@ def requested(
     if not is_loading:
         groups = [g for child in states for g in inner_of(child).get("param_groups", ())]
         _name_params(groups, named)
+        # a stage may have none of these weights, and groups are the same on all ranks
+        for group in groups if any_rank(requests.is_rematerialized) else ():
+            group[IN_ROWS_OF_MODEL] = True
     result = states[0] if len(states) == 1 else dict(enumerate(states))
     result[PARAM_STATE] = requests.param_state
     if is_loading:
@@ -97,32 +86,6 @@ def requested(
         # it
         result[REQUESTS] = LocalNonpersistentObject(requests)
     return result
-
-
-def complete_buckets(
-    storages: Sequence[Storage],
-    model_state: Mapping[str, Any],
-    state: Any,
-    main_optimizer: str | None,
-) -> dict[str, Any]:
-    """Name the parameters of the groups in megatron-core's state by bucket; collective.
-
-    Returns what says where parameters are in the buckets, to save it, too.
-    """
-    items = [item for item in nested_values(state) if isinstance(item, ShardedObject)]
-    groups = [
-        group
-        for item in items
-        if item.key.endswith(".optimizer")
-        for group in item.data["param_groups"]
-    ]
-    _name_params(groups, _params_of_groups(storages, model_state))
-    for group in groups:
-        # megatron-core, which matches groups, names all optimizers but the main one
-        if group["optimizer"] == main_optimizer:
-            del group["optimizer"]
-    spaces = bucket_spaces(storages)
-    return {str(number): space.described(model_state) for number, space in spaces.items()}
 
 
 def _params_of_groups(
@@ -201,21 +164,6 @@ def _counts_by_name(storages: Sequence[Storage]) -> dict[tuple[int, str], int]:
     return largest
 
 
-def count_alike(storages: Sequence[Storage]) -> bool:
-    """Return whether each optimizer's state has its number of steps as its only count; collective.
-
-    The forms of megatron-core's distributed optimizer have no other. Counts differ if a parameter
-    was frozen at first, or had another optimizer.
-    """
-    are_alike = {
-        int(state[STEP]) == storage.steps
-        for storage in storages
-        for update_rule, work in _groups_and_states([storage])
-        for state in update_rule.counting(*work)
-    }
-    return not any_rank(False in are_alike)
-
-
 def check(state: Mapping[Any, Any]) -> None:
     """Raise a ConfigurationError if state that :func:`requested` returned was not loaded."""
     state[REQUESTS].check(state.get(PARAM_STATE, {}))
@@ -227,33 +175,41 @@ def load(storages: Sequence[Storage], state: Mapping[Any, Any]) -> None:
     Groups keep this run's schedule. Main weights that the checkpoint lacks are copied from the
     model, which must be loaded first.
     """
-    # missing if this rank has no state
-    loaded = state.get(PARAM_STATE, {})
-    # groups and loss scale that are stored with buckets are treated as other optimizers' state
-    beside = list(loaded.get("buckets", {}).values()) or state[REQUESTS].common
-    adopt_common(storages, [*children_of(state), *beside], state[REQUESTS].members)
-    # after the common counts, which those of single parameters replace
-    state[REQUESTS].take(loaded)
+    requests = state[REQUESTS]
+    adopt_common(
+        storages, [*children_of(state), *requests.common], requests.members, requests.groups
+    )
+    # after the common counts, which those of single parameters replace; missing if this rank has no
+    # state
+    requests.take(state.get(PARAM_STATE, {}))
 
 
 def adopt_common(
-    storages: Sequence[Storage], state: Any, members: Members = MappingProxyType({})
+    storages: Sequence[Storage],
+    state: Any,
+    members: Members = MappingProxyType({}),
+    groups: Groups | None = None,
 ) -> None:
     """Load groups, step counts and loss scale, also from another chain of optimizers.
 
-    Each step count becomes that of the matching groups in the checkpoint. ``members`` are the names
-    of the groups' parameters, if they are known.
+    Each step count becomes that of the matching groups in the checkpoint.
+
+    Args:
+        storages: The optimizers of the chain.
+        state: What the checkpoint has for each of its optimizers.
+        members: Names of the groups' parameters, if they are known.
+        groups: The checkpoint's groups with their optimizers' names, if they are known.
     """
-    saved, steps = saved_groups(state), saved_steps(state)
+    saved = saved_groups(state) if groups is None else groups
+    steps = saved_steps(state)
     scalers = [child["grad_scaler"] for child in children_of(state) if child.get("grad_scaler")]
     for storage in storages:
         if storage.is_stub_optimizer:
             continue
-        groups_here = storage.optimizer.param_groups
-        storage.twins = [adopt(group, saved, members) for group in groups_here]
+        storage.twins = adopt(storage.optimizer.param_groups, saved, members)
         storage.loaded_groups = saved
         storage.steps = steps
         if storage.grad_scaler and scalers:
             storage.grad_scaler.load_state_dict(scalers[0])
-        for update_rule, (groups, values) in _groups_and_states([storage]):
-            update_rule.set_steps(groups, values, steps_of(groups, saved, steps, members))
+        for update_rule, (own, values) in _groups_and_states([storage]):
+            update_rule.set_steps(own, values, steps_of(own, saved, steps, members))

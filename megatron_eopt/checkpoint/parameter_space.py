@@ -9,9 +9,10 @@ it needs, and checkpoints do not depend on the layout of the run.
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -20,10 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.place import remat_size
-from megatron_eopt.checkpoint.keys import matrix_state_key, state_key, tensors, unstacked_key
-from megatron_eopt.checkpoint.rows import LocalRows, RowGrid, param_of, with_plain_data
-from megatron_eopt.checkpoint.sources import Source
+from megatron_eopt.checkpoint.keys import state_key, tensors, unstacked_key
+from megatron_eopt.checkpoint.sources import MatrixSource, Source
 from megatron_eopt.config.registry import is_nonlinear_or_embedding
 from megatron_eopt.layouts.boxes import Box, cut
 from megatron_eopt.matrices import Split
@@ -33,29 +32,6 @@ from megatron_eopt.storage.shard import Fragment, fragment_layouts
 type StoredBox = tuple[ShardedTensor, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
 """The model's entry; sizes, and offset in the checkpoint's tensor; first element and strides in the
 flat local values."""
-
-
-class SavedSection(NamedTuple):
-    """A box of an unsharded parameter, of which each tensor-parallel rank has an equal part."""
-
-    key: str  # the model's
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]  # in the tensor of this key
-    global_shape: tuple[int, ...] = ()  # of that tensor
-
-
-@dataclass(frozen=True)
-class MatrixPart:
-    """A box of a logical matrix, and where it is in the parameter's tensor."""
-
-    name: str  # the parameter's, unique in the model
-    matrix: tuple[int, int]  # index of the matrix, and the number of the parameter's matrices
-    shape: tuple[int, int]  # of the matrix
-    source: Source  # of the matrix, in the tensor of the parameter's key
-
-    def key(self, kind: str) -> str:
-        """Return the key of a kind of the matrix's state."""
-        return matrix_state_key(kind, self.name, self.matrix)
 
 
 class ParameterSpace:
@@ -126,7 +102,7 @@ class ParameterSpace:
                 offset = tuple(map(operator.add, piece.global_offset, part))
                 yield piece, shape, offset, math.sumprod(part, strides) - before, strides
 
-    def sections(self, param: Tensor) -> list[SavedSection]:
+    def _sections(self, param: Tensor) -> list[Source]:
         """Return the boxes that the parameter consists of without tensor parallelism."""
         boxes, dim = list(self.boxes(0, param.numel())), cut_dimension(param)
         sections = []
@@ -139,24 +115,23 @@ class ParameterSpace:
                 shape[axis] = sizes[axis] * (piece.global_shape[axis] // local_size)
                 start[axis] = begin.get(piece.key, 0)
                 begin[piece.key] = start[axis] + shape[axis]
-            sections.append(
-                SavedSection(piece.key, tuple(shape), tuple(start), tuple(piece.global_shape))
-            )
+            box = Box((0,) * len(shape), tuple(shape))
+            sections.append(Source(piece.key, tuple(piece.global_shape), box, tuple(start)))
         return sections
 
-    def matrices(self, param: Tensor, split: Split) -> Iterator[MatrixPart]:
+    def matrices(self, param: Tensor, split: Split) -> Iterator[MatrixSource]:
         """Yield the boxes of all logical matrices of a parameter of two dimensions."""
-        sections, axis = self.sections(param), max(cut_dimension(param), 0)
+        sections, axis = self._sections(param), max(cut_dimension(param), 0)
         fragment = Fragment(0, 0, math.prod(split.shape))
-        size = sum(section.shape[axis - 2] for section in sections) if param.dim() == 2 else 0
+        size = sum(section.box.shape[axis - 2] for section in sections) if param.dim() == 2 else 0
         if len(split.shape) != 2 or split.shape[axis] != size:
             return
         layouts = fragment_layouts(split, -1, 1, [fragment])
         start = 0  # of a section, in the dimension in which they follow one another
         for section in sections:
-            *lead, height, width = section.shape
+            *lead, height, width = section.box.shape
             corner = (start, 0) if axis == 0 else (0, start)
-            start += section.shape[axis - 2]
+            start += section.box.shape[axis - 2]
             section_box = Box(corner, (height, width))
             for number, layout in enumerate(layouts):
                 for offset, row, column, *sides in zip(
@@ -168,7 +143,7 @@ class ParameterSpace:
                         continue
                     inside = map(operator.sub, part.offset, begin)
                     moved = map(operator.sub, part.offset, corner)
-                    yield MatrixPart(
+                    yield MatrixSource(
                         self.name,
                         (number, len(layouts)),
                         layout.shape,
@@ -177,8 +152,8 @@ class ParameterSpace:
                             section.global_shape,
                             Box(tuple(map(operator.add, (row, column), inside)), part.shape),
                             (
-                                *section.offset[: len(lead)],
-                                *map(operator.add, section.offset[len(lead) :], moved),
+                                *section.global_offset[: len(lead)],
+                                *map(operator.add, section.global_offset[len(lead) :], moved),
                             ),
                         ),
                     )
@@ -245,10 +220,19 @@ def parameter_spaces(
                 "saved in the same form",
                 "Save without optimizer state (--no-save-optim)",
             )
-        if remat_size(local) > 1:
-            rows = LocalRows(local, pieces)
-            uncut = RowGrid(1, 1, rows.count)
-            pieces = rows.runs_in(uncut, rows.count, stored.detach())
         is_matrix = not is_nonlinear_or_embedding(param)
         spaces[param] = ParameterSpace(key, stored, pieces, is_matrix=is_matrix)
     return spaces
+
+
+def param_of(data: Tensor) -> Tensor:
+    """Return the parameter that the data of a model's entry belongs to."""
+    param: Tensor = getattr(data, "_gtp_dequant_src", data)
+    return param
+
+
+def with_plain_data[T: (ShardedTensor, ShardedTensorFactory)](item: T) -> T:
+    """Return an entry with data without memory if it is an 8-bit weight, which has no views."""
+    if not is_float8tensor(item.data):
+        return item
+    return replace(item, data=torch.empty(item.data.shape, dtype=item.data.dtype, device="meta"))

@@ -1,37 +1,32 @@
 """The state that a chain of optimizers saves or loads with ``dist_checkpointing``."""
 
+import functools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
-from torch import Tensor
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_pg_rank
 
-from megatron_eopt.base.agreement import gather_unique, totals
+from megatron_eopt.base.agreement import CheckpointError, gather_unique, totals
 from megatron_eopt.base.names import MAINS, STEP
+from megatron_eopt.base.place import remat_size
 from megatron_eopt.checkpoint import saved_state
-from megatron_eopt.checkpoint.bucket_order import RankOrder
-from megatron_eopt.checkpoint.buckets import BucketSpace
-from megatron_eopt.checkpoint.catalogue import Catalogue, by_key
-from megatron_eopt.checkpoint.contents import Contents, unstacked
-from megatron_eopt.checkpoint.continuation import (
-    MAXIMA,
-    Note,
-    Policy,
-    Reader,
-    missing_state,
-    of_other_weights,
-)
-from megatron_eopt.checkpoint.keys import Saved, matrix_state_key
-from megatron_eopt.checkpoint.migration import choose
-from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace, parameter_spaces
-from megatron_eopt.checkpoint.saved_groups import optimizer_of
-from megatron_eopt.checkpoint.sources import Source
+from megatron_eopt.checkpoint.buckets import boxes_in_buckets
+from megatron_eopt.checkpoint.catalogue import Catalogue
+from megatron_eopt.checkpoint.groups import IN_ROWS_OF_MODEL, Groups
+from megatron_eopt.checkpoint.keys import matrix_state_key, unstacked_key
+from megatron_eopt.checkpoint.parameter_space import ParameterSpace, parameter_spaces
+from megatron_eopt.checkpoint.rule import Kinds, LoadReport, SavedState, Writer
+from megatron_eopt.checkpoint.saved_state import ParameterLocation, StateValue
+from megatron_eopt.checkpoint.sources import Boxes, MatrixSource, unstacked
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.update_rule import OF_GROUPS, UpdateRule, set_step
+from megatron_eopt.routing.groups import GROUP_ID
+from megatron_eopt.storage.local_tensors import local_of
 
 
 class StateRequests:
@@ -41,9 +36,7 @@ class StateRequests:
         storages: The optimizers of the chain.
         model_state: The model's ``sharded_state_dict``, with the parameters themselves as data.
         counts: For saving, the step count of each update rule's state; None for loading.
-        policy: What may differ from the checkpoint, according to the configuration.
-        by_bucket: Whether to request state by bucket, until :meth:`adapt` knows the checkpoint.
-        order: Returns the parameters of this rank in megatron-core's order.
+        model_chunks: This rank's model chunks, whose parameters may be in buckets.
 
     Raises:
         ConfigurationError: If a parameter is not in the model's state.
@@ -54,50 +47,38 @@ class StateRequests:
         storages: Sequence[Storage],
         model_state: Mapping[str, Any],
         counts: Mapping[UpdateRule, int] | None,
-        policy: Policy,
-        *,
-        by_bucket: bool = False,
-        order: Callable[[], RankOrder] | None = None,
+        model_chunks: Sequence[Any] = (),
     ) -> None:
-        self.policy = policy
-        self.order = order
         self._counts = counts
-        groups = (g for s in storages if s.update_rules for g in s.optimizer.param_groups)
-        self._optimizers = {name for group in groups if (name := optimizer_of(group))}
-        self._has_stepped = any(storage.steps > 0 for storage in storages)
-        self._buckets = bucket_spaces(storages)
-        # keys that identify the parameters in them
-        self.bucket_names = [space.params_name for space in self._buckets.values()]
+        self._storages, self._model = storages, (model_chunks, model_state)
+        self.has_stepped = any(storage.steps > 0 for storage in storages)
+        shards = (shard for storage in storages for shard in storage.shards)
+        self.is_rematerialized = any(remat_size(shard.param) > 1 for shard in shards)
         # keys and names of the parameters of all ranks, by the identity of their group
         self.members: dict[str, set[str]] = {}
+        # groups and loss scale of the checkpoint, once :meth:`adapt` knows it
+        self.groups: Groups | None = None
+        self.common: Sequence[Mapping[str, Any]] = ()
         # the index of a value names it in the state dict. Ranks need not agree on it, because a
         # checkpoint goes by the keys of the pieces
         self._values = [
             value for storage in storages for value in self._values_of(storage, model_state)
         ]
-        # a load that :meth:`adapt` does not match asks for what this run would save
-        contents = self._as_by_bucket(model_state) if by_bucket else None
+        # a load that :meth:`adapt` does not match asks for what this run would save; for counts of
+        # single parameters, and main weights of a float32 model, only where it finds some
         self._chosen = {
-            index: (contents and value.found_in(contents, value.kind)) or value
+            index: value
             for index, value in enumerate(self._values)
-            # a load asks for counts of single parameters only where ``adapt`` finds some
-            if not (value.is_count and counts is None)
+            if counts is not None or not (value.is_count or value.is_of_model)
         }
+        self._fresh: set[str] = set()  # parameters whose state starts fresh
         self.param_state: dict[str, Any] = {}
-        # groups and loss scale beside buckets: what asks for them, and what a checkpoint has
-        self._beside = {str(n): its.common() for n, its in self._buckets.items() if by_bucket}
-        self.common: Sequence[Mapping[str, Any]] = ()
-        self._by_order = False  # whether the checkpoint's buckets have no names of parameters
 
     def unstack_partial(self) -> None:
         """Unstack state that only some layers or experts of a stack have; collective."""
         written: dict[str, int] = {}
         whole: dict[str, int] = {}
-        stacked = {
-            index: value
-            for index, value in self._chosen.items()
-            if value.stacked and not value.is_in_bucket
-        }
+        stacked = {index: value for index, value in self._chosen.items() if value.stacked}
         for piece in (piece for value in stacked.values() for piece in value.pieces):
             # copies are not written, so they do not count
             size = math.prod(piece.local_shape) if is_main_replica(piece.replica_id) else 0
@@ -113,36 +94,62 @@ class StateRequests:
                 self._chosen[index] = replace(value, pieces=unstacked(value.pieces, value.stacked))
         self._update_param_state()
 
-    def adapt(self, catalogue: Catalogue, policy: Policy) -> list[Note]:
-        """Request only what a checkpoint has, if the policy allows the difference.
+    def kinds(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Return the kinds of state of this rank's parameters, with their optimizer."""
+        return sorted(
+            {
+                (str(where.reader.name), tuple(sorted(kinds)))
+                for where, values in self._by_parameter()
+                if (kinds := {value.kind for value in values.values()} - MAINS - {STEP})
+            }
+        )
+
+    def adapt(self, catalogue: Catalogue, own: Kinds) -> LoadReport:
+        """Request what the checkpoint has and what continues; see Note [Load rule].
 
         Call it before loading, because ``dist_checkpointing.load`` fails if a key is missing.
 
-        Returns:
-            What starts fresh or is read from another source.
+        Args:
+            catalogue: What the checkpoint has.
+            own: Kinds of state of all optimizers, of all ranks.
 
         Raises:
-            ConfigurationError: If state is missing; names the parameters and kinds.
+            CheckpointError: If the checkpoint has buckets of another layout, or an order of rows
+                that only an earlier version reads.
         """
-        self._beside, self.common = {}, catalogue.bucket_common
-        self._by_order = not catalogue.bucket_names
-        contents = Contents(catalogue, self._optimizers)
-        self._chosen, notes = choose(self._values, contents, policy, has_stepped=self._has_stepped)
+        if self.is_rematerialized and not all(map(_has_rows_of_model, catalogue.groups)):
+            rule = "of rematerialized weights is in the order of rows of an earlier version"
+            hint = "Load the model alone (--no-load-optim)"
+            raise CheckpointError("checkpoint", "optimizer state", rule, hint)
+        report = LoadReport()
+        self.groups, self.common = catalogue.groups, catalogue.bucket_common
+        boxes: Boxes = {}
+        if catalogue.in_buckets:
+            boxes = boxes_in_buckets(catalogue, *self._model, self._model_ranks())
+        self._chosen = {}
+        for where, values in self._by_parameter():
+            self._chosen |= _sources_of(where, values, catalogue, boxes, own, report)
+        self._fresh = report.fresh
         self._update_param_state()
-        return notes
+        return report
+
+    def _by_parameter(self) -> Iterator[tuple[ParameterLocation, dict[int, StateValue]]]:
+        """Yield the values of each parameter by their index."""
+        by_parameter: dict[str, dict[int, StateValue]] = {}
+        for index, value in enumerate(self._values):
+            by_parameter.setdefault(value.where.space.name, {})[index] = value
+        for values in by_parameter.values():
+            yield next(iter(values.values())).where, values
 
     def check(self, loaded: Mapping[str, Any]) -> None:
         """Raise a ConfigurationError if requested state is not in the loaded ``param_state``."""
+        report = LoadReport()
         present = self._complete_values(loaded)
-        absent = [self._values[index] for index in self._chosen.keys() - present.keys()]
-        may_lack = self.policy.fresh | MAINS
-        missing = [(v.where.space.name, v.kind, "") for v in absent if v.kind not in may_lack]
-        if missing:
-            raise missing_state(sorted(missing))
-        for index in present if self._by_order else ():
-            value = self._chosen[index]
-            if value.kind in MAINS and value.is_in_bucket and not value.is_models(present[index]):
-                raise of_other_weights(value.where.space.name)
+        for index in self._chosen.keys() - present.keys():
+            value = self._values[index]
+            if value.kind not in MAINS:
+                report.lack(value.where.space.name, f"no {value.kind}")
+        report.refuse("checkpoint", has_stepped=False)
 
     def _complete_values(self, loaded: Mapping[str, Any]) -> dict[int, list[Any]]:
         """Return what was loaded for all pieces of a value, by its index."""
@@ -172,7 +179,7 @@ class StateRequests:
             elif value.kind in MAINS:
                 # the checkpoint has no main weights, so the loaded model's weights are used
                 value.take_from_model()
-            elif value.where.state is not None and value.kind not in MAXIMA:
+            elif value.where.state is not None and value.where.space.name in self._fresh:
                 set_step(value.where.state, 0)
         # last, because these replace the common count, which ``adopt_common`` has set
         for index, pieces in present.items():
@@ -188,25 +195,17 @@ class StateRequests:
             for index, value in self._chosen.items()
             if value.pieces
         }
-        if self._beside:
-            self.param_state["buckets"] = self._beside
 
-    def _as_by_bucket(self, model_state: Mapping[str, Any]) -> Contents:
-        """Return what a checkpoint by bucket has that this run would save."""
-        kinds = {value.kind for value in self._values if not value.is_count}
-        boxes: dict[str, list[Source]] = {}
-        values: dict[str, Saved] = {}
-        for space in self._buckets.values():
-            for key, size, source in space.boxes(model_state):
-                bucket = space.prefixes[0] + source.key
-                boxes.setdefault(key, []).append(replace(source, key=bucket))
-                names = (f"{bucket}.{kind}" for kind in kinds)
-                values |= {name: by_key(name, (size,)) for name in names}
-        return Contents(Catalogue("torch_dist", values, bucket_boxes=boxes))
+    def _model_ranks(self) -> dict[bool, int]:
+        """Return the number of this model-parallel rank, without and with expert parallelism."""
+        chunks, _ = self._model
+        groups = ProcessGroupCollection.setup_process_groups_for_optimizer(
+            None, list(chunks), use_gloo_process_groups=False
+        )
+        names = ("mp_group", "expt_tp_pp_with_egtp_remat_group")
+        return {bool(number): get_pg_rank(groups[name]) for number, name in enumerate(names)}
 
-    def _values_of(
-        self, storage: Storage, model_state: Mapping[str, Any]
-    ) -> Iterator[saved_state.StateValue]:
+    def _values_of(self, storage: Storage, model_state: Mapping[str, Any]) -> Iterator[StateValue]:
         """Yield all state values on this rank of one optimizer of the chain.
 
         First main weights and state that are sharded like their parameter, each followed by the
@@ -229,24 +228,35 @@ class StateRequests:
             [shard.param for *_, shard in stored] + [param for _, param, _ in unsharded]
         )
         spaces = parameter_spaces(model_state, params)
+
+        @functools.cache
+        def matrices_of(rule: UpdateRule, number: int) -> Sequence[MatrixSource]:
+            """Return a parameter's logical matrices, if it has several."""
+            shard = rule.shards[number]
+            if shard.slab or len(shard.layouts) < 2:
+                return ()
+            return tuple(spaces[shard.param].matrices(shard.param, shard.split))
+
         for update_rule, number, group, item in stored:
             tensors = saved_state.sharded_like_weights(storage, update_rule, number)
+            if self._counts is None and item.main is item.param:
+                # of a run in 16 bits, whose checkpoint has the model's weights rounded
+                tensors |= {storage.main_kind: local_of(item.main).detach()}
             space = spaces[item.param]
-            where = saved_state.ParameterLocation(
+            where = ParameterLocation(
                 space,
                 storage.replica_of(item.param, space.sharded.replica_id),
-                Reader.of(update_rule.name, group),
+                Writer.of(group, update_rule.name),
+                update_rule.optional_state,
                 states[update_rule, number],
                 item,
-                self._matrices_of(space, item.param, update_rule, number),
+                functools.partial(matrices_of, update_rule, number),
             )
             for kind, tensor in tensors.items():
                 yield saved_state.sharded_value(kind, tensor, where)
             yield from self._count(update_rule, where, (0, 1), writes=where.holds_first)
         # several values share one state with one count, which is requested once
         counted = {id(state) for state in states.values()}
-        # boxes of the matrices of a parameter, by matrix
-        parts_of: dict[tuple[UpdateRule, int], defaultdict[int, list[MatrixPart]]] = {}
         for update_rule, param, its in unsharded:
             state = states.get((update_rule, its.shard))
             if update_rule.counts_matrices or state is None:
@@ -259,16 +269,14 @@ class StateRequests:
             replica = storage.replica_of_matrix(param, spaces[param].sharded.replica_id)
             count = max(1, len(update_rule.shards[its.shard].layouts))
             group = groups_of[update_rule][update_rule.group_of[its.shard]]
-            reader = Reader.of(update_rule.name, group)
-            if its.per_element and (update_rule, its.shard) not in parts_of:
-                found = self._matrices_of(spaces[param], param, update_rule, its.shard)
-                by_matrix = parts_of[update_rule, its.shard] = defaultdict(list)
-                for part in found:
-                    by_matrix[part.matrix[0]].append(part)
-            parts = parts_of[update_rule, its.shard][its.matrix] if its.per_element else ()
-            where = saved_state.ParameterLocation(
-                spaces[param], replica, reader, state, matrices=parts
+            reader = Writer.of(group, update_rule.name)
+            where = ParameterLocation(
+                spaces[param], replica, reader, update_rule.optional_state, state
             )
+            if its.per_element:
+                where = replace(
+                    where, matrices=functools.partial(matrices_of, update_rule, its.shard)
+                )
             yield saved_state.unsharded_value(its, where, count)
             if id(state) not in counted:
                 counted.add(id(state))
@@ -279,15 +287,6 @@ class StateRequests:
                     # a parameter's count is written by the rank that stores its first element
                     yield from self._count(update_rule, where, (0, 1), writes=False)
 
-    def _matrices_of(
-        self, space: ParameterSpace, param: Tensor, update_rule: UpdateRule, number: int
-    ) -> Sequence[MatrixPart]:
-        """Return a parameter's logical matrices to load from, if it has several."""
-        shard = update_rule.shards[number]
-        if self._counts is not None or shard.slab or len(shard.layouts) < 2:
-            return ()
-        return tuple(space.matrices(param, shard.split))
-
     def _count(
         self,
         update_rule: UpdateRule,
@@ -295,7 +294,7 @@ class StateRequests:
         matrix: tuple[int, int],
         *,
         writes: bool,
-    ) -> Iterator[saved_state.StateValue]:
+    ) -> Iterator[StateValue]:
         """Yield the step count of a matrix; for saving, only if it differs from the update rule's.
 
         A parameter's count is that of matrix 0 of 1.
@@ -306,16 +305,82 @@ class StateRequests:
             key = matrix_state_key(STEP, where.space.name, matrix)
             replica = (*where.replica, int(not writes))
             count = ShardedObject(key, int(steps), (1,), (0,), replica_id=replica)
-            yield saved_state.StateValue(where, STEP, (count,))
+            yield StateValue(where, STEP, (count,))
 
 
-def bucket_spaces(storages: Sequence[Storage]) -> dict[int, BucketSpace]:
-    """Return the bucket spaces of a chain's optimizers with ZeRO-1 fragments, by their index."""
-    spaces = {}
-    for number, storage in enumerate(storages):
-        if storage.in_buffers and not storage.is_stub_optimizer:
-            chained = f"chained_{number}."
-            # the writer may have had another number of optimizers, and one alone has no prefix
-            likely = (chained, "") if len(storages) > 1 else ("", chained)
-            spaces[number] = BucketSpace(storage, likely[: 2 if number == 0 else 1])
-    return spaces
+def _sources_of(
+    where: ParameterLocation,
+    values: Mapping[int, StateValue],
+    catalogue: Catalogue,
+    boxes: Boxes,
+    own: Kinds,
+    report: LoadReport,
+) -> dict[int, StateValue]:
+    """Return where one parameter's values are read from, by their index."""
+    name = where.space.name
+    mains = {index: value for index, value in values.items() if value.kind in MAINS}
+    state = {
+        index: source
+        for index, value in values.items()
+        if index not in mains and (source := value.found_in(catalogue, boxes))
+    }
+
+    def misfit(kind: str) -> str | None:
+        lacking = (v for index, v in values.items() if v.kind == kind and index not in state)
+        return next((value.misfit_in(catalogue) for value in lacking), None)
+
+    kinds = {value.kind for value in values.values()} - MAINS - {STEP}
+    saved = _saved_state(catalogue, boxes, where.space, own)
+    if not report.continues(name, where.reader, kinds - where.optional, misfit, saved):
+        state = {}
+    for index in state:
+        for before, now in values[index].dtypes_in(catalogue):
+            report.note(f"{values[index].kind} is converted from {before} to {now}", name)
+    for index, value in mains.items():
+        # storages call main weights differently (``base/names.py``)
+        places = (
+            value.apart_from_model().found_in(catalogue, boxes, kind)
+            for kind in (value.kind, *sorted(MAINS - {value.kind}))
+        )
+        if (main := next(filter(None, places), None)) is not None:
+            state[index] = main
+        elif not value.is_of_model:
+            report.note("main weights are copied from the model's weights", name)
+    return state
+
+
+def _saved_state(
+    catalogue: Catalogue, boxes: Boxes, space: ParameterSpace, own: Kinds
+) -> SavedState:
+    """Return what a checkpoint has of a parameter."""
+    # a parameter that is saved under several keys has a kind of state only if all of them have it
+    state = catalogue.state
+    stacks = (
+        {*state.get(stack, ()), *state.get(unstacked_key(stack, space.stack_index), ())}
+        for stack in space.keys
+    )
+    # state of matrices is under the parameter's own name only
+    kinds = set.intersection(*stacks) | {*state.get(space.name, ())}
+    if not kinds - MAINS - {STEP} and any(
+        source.box.offset[: space.prepended] == space.stack_index
+        for key in space.keys
+        for source in boxes.get(key, ())
+    ):
+        kinds = {*catalogue.in_buckets}
+    names = space.name, space.key
+    kept = frozenset(kinds - MAINS - {STEP})
+    return catalogue.state_of(names, kept, own, is_matrix=space.is_matrix)
+
+
+def _has_rows_of_model(group: Mapping[str, Any]) -> bool:
+    # megatron-core's groups, which have no identity, always do
+    return IN_ROWS_OF_MODEL in group or GROUP_ID not in group
+
+
+def kinds_by_optimizer(pairs: Iterable[tuple[str, tuple[str, ...]]]) -> Kinds:
+    """Return the kinds of state that all parameters of an optimizer have, and that any has."""
+    result: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
+    for name, kinds in pairs:
+        always, ever = result.get(name, (frozenset(kinds), frozenset[str]()))
+        result[name] = always & {*kinds}, ever | {*kinds}
+    return result

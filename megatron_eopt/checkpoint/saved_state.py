@@ -4,30 +4,29 @@ Note [Saved state]
     In every storage, a state value consists of pieces: boxes of the unsharded parameter, or of a
     tensor for a logical matrix. ZeRO-1 fragments, tensor-parallel shards, whole parameters, DTensor
     shards and matrices on owner ranks differ only in their boxes. The replica id of a piece says
-    which of the ranks with copies writes it. A value is read from its own keys, or from a
-    substitute: another kind of state, or a bucket of megatron-core.
+    which of the ranks with copies writes it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.names import MAINS, STEP
-from megatron_eopt.checkpoint.contents import Contents, Piece, Pieces
-from megatron_eopt.checkpoint.continuation import Reader
+from megatron_eopt.checkpoint.catalogue import Catalogue
 from megatron_eopt.checkpoint.keys import (
     kind_of,
     matrix_state_key,
     state_key,
 )
-from megatron_eopt.checkpoint.parameter_space import MatrixPart, ParameterSpace
+from megatron_eopt.checkpoint.parameter_space import ParameterSpace
+from megatron_eopt.checkpoint.rule import Writer
+from megatron_eopt.checkpoint.sources import Boxes, MatrixSource, Piece, Pieces, find, key_of
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.optimizers.update_rule import UnshardedState, UpdateRule
 from megatron_eopt.storage.local_tensors import local_of
@@ -43,11 +42,13 @@ class ParameterLocation:
 
     space: ParameterSpace  # the place of its elements in checkpoints
     replica: tuple[int, ...]  # replica id; zeros for the copy that is written
-    reader: Reader  # the optimizer, which says what its state means
+    reader: Writer  # the optimizer
+    optional: frozenset[str]  # kinds of state that a checkpoint may lack
     # the optimizer's state on this rank, with the step count
     state: dict[str, Any] | None = None
     stored: ParamShard | None = None  # what this rank stores; None for a matrix on its owner rank
-    matrices: Sequence[MatrixPart] = ()  # its logical matrices, if it has several
+    # returns its logical matrices, if it has several
+    matrices: Callable[[], Sequence[MatrixSource]] = tuple
 
     @property
     def holds_first(self) -> bool:
@@ -70,7 +71,6 @@ class StateValue:
     stacked: int = 0  # leading dimensions of the pieces' tensors that index layers or experts
     flat: Tensor | None = None  # the flat local value, if it is sharded like its parameter
     kept: UnshardedState | None = None  # the value, if it is not sharded like its parameter
-    factor: float = 1.0  # what the value is multiplied by after reading
     homes: tuple[Tensor, ...] = ()  # where to copy what is read for each piece, if not its data
 
     @property
@@ -78,43 +78,46 @@ class StateValue:
         """Whether it is a step count that may differ from the common one."""
         return self.flat is None and self.kept is None
 
-    def found_in(self, contents: Contents, kind: str) -> "StateValue | None":
-        """Return this value where a checkpoint has a fitting kind of state; None without."""
+    @property
+    def is_of_model(self) -> bool:
+        """Whether it is main weights that are the model's own weights."""
+        item = self.where.stored
+        return self.kind in MAINS and item is not None and item.main is item.param
+
+    def found_in(
+        self, catalogue: Catalogue, boxes: Boxes, kind: str | None = None
+    ) -> "StateValue | None":
+        """Return this value where a checkpoint has it, maybe as another kind; None without it."""
         found = [
-            contents.find(piece, self.kind, kind, self.stacked, self.where.matrices)
+            find(
+                catalogue,
+                boxes,
+                piece,
+                self.kind,
+                kind or self.kind,
+                self.stacked,
+                self.where.matrices,
+            )
             for piece in self.pieces
         ]
         pieces = tuple(piece for piece in found if piece is not None)
         return replace(self, pieces=pieces) if len(pieces) == len(found) else None
 
-    def misfit_in(self, contents: Contents, kind: str) -> str:
-        """Return how a checkpoint's kind of state differs from this value."""
-        own, other = state_key(self.kind, ""), state_key(kind, "")
+    def misfit_in(self, catalogue: Catalogue) -> str:
+        """Return how a checkpoint's value, which cannot be read, differs from this one."""
         for piece in self.pieces:
-            shape = contents.shape_of(replace(piece, key=piece.key.replace(own, other, 1)))
-            if shape is not None and shape != tuple(piece.global_shape):
-                return f"of shape {shape} must have shape {tuple(piece.global_shape)}"
-        return "is of other matrices"
+            for full in catalogue.tensor_keys(key_of(piece)):
+                if (shape := catalogue.shapes[full]) != tuple(piece.global_shape):
+                    return f"of shape {shape} must have shape {tuple(piece.global_shape)}"
+        return "is of other matrices, or of another tensor-parallel size"
 
-    @property
-    def is_in_bucket(self) -> bool:
-        """Whether it is read from buckets of many parameters."""
-        return any(".bucket_idx_" in piece.key for piece in self.pieces)
-
-    def is_models(self, loaded: Sequence[Tensor]) -> bool:
-        """Return whether main weights, loaded for each piece, are the model's after rounding."""
-        item = self.where.stored
-        assert item is not None
-        if is_float8tensor(item.param):
-            return True  # its rounding depends on whole blocks
-        assert self.flat is not None
-        model = item.held_of(item.param)
-        moved = model.storage_offset() - self.flat.storage_offset()
-        for home, value in zip(self._homes, loaded, strict=True):
-            its = model.as_strided(home.shape, home.stride(), home.storage_offset() + moved)
-            if not torch.equal(its, value.view(home.shape).to(model.dtype)):
-                return False
-        return True
+    def dtypes_in(self, catalogue: Catalogue) -> Iterator[tuple[torch.dtype, torch.dtype]]:
+        """Yield a checkpoint's dtype and this run's of a value that a load converts."""
+        for piece in self.pieces[:1] if self.flat is not None else ():
+            for full in catalogue.tensor_keys(key_of(piece)):
+                saved = catalogue.values[full].dtype
+                if saved is not None and saved != piece.data.dtype:
+                    yield saved, piece.data.dtype
 
     @property
     def _homes(self) -> tuple[Any, ...]:
@@ -145,8 +148,6 @@ class StateValue:
             # is another tensor
             elif address_of(value) != address_of(home):
                 home.copy_(value.view(home.shape))
-            if self.factor != 1.0:
-                home.mul_(self.factor)
 
     def take_from_model(self) -> None:
         """Copy the model's weights to the main weights."""

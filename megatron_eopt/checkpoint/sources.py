@@ -7,17 +7,25 @@ Note [Sources]
     one function reads any of them into any layout.
 """
 
+import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from torch import Tensor
 
+from megatron_eopt.checkpoint.catalogue import Catalogue
+from megatron_eopt.checkpoint.keys import matrix_state_key, state_key, unstacked_key
 from megatron_eopt.layouts.boxes import Box
+
+type Piece = ShardedTensor | ShardedObject | ShardedTensorFactory
+"""A box of a checkpoint's tensor, or an object, with the data to write from or to read into."""
+
+type Pieces = tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,134 @@ class Source:
             *map(operator.add, self.global_offset[lead:], moved[len(moved) - dims :]),
         )
         return Box(offset, ((1,) * lead + shape)[-len(self.global_shape) :]), tuple(strides)
+
+
+class MatrixSource(NamedTuple):
+    """A box of a logical matrix, and where it is in the parameter's tensor."""
+
+    name: str  # the parameter's, unique in the model
+    matrix: tuple[int, int]  # index of the matrix, and the number of the parameter's matrices
+    shape: tuple[int, int]  # of the matrix
+    source: Source  # of the matrix, in the tensor of the parameter's key
+
+    def key(self, kind: str) -> str:
+        """Return the key of a kind of the matrix's state."""
+        return matrix_state_key(kind, self.name, self.matrix)
+
+
+type Boxes = Mapping[str, Sequence[Source]]
+"""By parameter: its boxes, whose keys and shapes are of a bucket, without a kind of state."""
+
+
+def key_of(piece: Piece) -> str:
+    """Return the checkpoint key of a piece."""
+    return str(piece.key if isinstance(piece, ShardedTensor) else piece.unique_key)
+
+
+def find(
+    catalogue: Catalogue,
+    boxes: Boxes,
+    piece: Piece,
+    kind: str,
+    saved_kind: str,
+    stacked: int,
+    matrices: Callable[[], Sequence[MatrixSource]],
+) -> Piece | None:
+    """Return what reads a piece from a checkpoint's ``saved_kind``; None without all of it.
+
+    Args:
+        catalogue: What the checkpoint has.
+        boxes: Where parameters are in its buckets.
+        piece: The piece, whose data is written to.
+        kind: Its kind of state.
+        saved_kind: The kind to read: main weights have two names.
+        stacked: The number of its leading dimensions that index layers or experts.
+        matrices: Returns the parameter's logical matrices, by whose keys state may be saved.
+    """
+    if not isinstance(piece, ShardedTensor):
+        full = catalogue.full_key(key_of(piece)) if saved_kind == kind else None
+        # with the index in a chain, if the checkpoint's keys have one
+        return full and replace(piece, key=full.removesuffix(key_of(piece)) + piece.key)
+    forms = _forms(catalogue, boxes, piece, kind, saved_kind, stacked, matrices)
+    return next((read for sources in forms if (read := assemble(piece, sources))), None)
+
+
+def _forms(
+    catalogue: Catalogue,
+    boxes: Boxes,
+    piece: ShardedTensor,
+    kind: str,
+    saved_kind: str,
+    stacked: int,
+    matrices: Callable[[], Sequence[MatrixSource]],
+) -> Iterator[list[Source]]:
+    """Yield the sources of the forms in which a checkpoint may have a piece's tensor."""
+    shapes, present = catalogue.shapes, catalogue.tensor_keys
+
+    def of_tensor(key: str) -> list[Source]:
+        keys = present(key)
+        return [s for full in keys for s in tensor_sources(full, shapes[full] or (), piece)]
+
+    parameter = piece.key.removeprefix(state_key(kind, ""))
+    if parameter == piece.key:
+        # state of one matrix, under its own key, or as a part of the parameter's
+        yield of_tensor(piece.key)
+        yield [
+            replace(part.source, key=key)
+            for part in matrices()
+            if part.key(kind) == piece.key
+            for key in present(state_key(kind, part.source.key))
+            if shapes[key] == part.source.global_shape
+        ]
+        return
+    saved = state_key(saved_kind, parameter)
+    yield of_tensor(saved)
+    if stacked:
+        yield list(_of_layers(catalogue, saved, piece, stacked))
+    yield [
+        replace(source, key=key, global_shape=size)
+        for source in boxes.get(parameter, ())
+        if (size := shapes.get(key := f"{source.key}.{saved_kind}"))
+    ]
+    yield [
+        part.source.turned(key, part.shape)
+        for part in matrices()
+        if part.source.key == parameter
+        for key in present(part.key(saved_kind))
+        if shapes[key] == part.shape
+    ]
+
+
+def _of_layers(
+    catalogue: Catalogue, key: str, piece: ShardedTensor, stacked: int
+) -> Iterator[Source]:
+    """Yield the tensors of the layers, or experts, that a piece of a stack has."""
+    first, sizes = piece.global_offset, piece.local_shape
+    ranges = (range(at, at + n) for at, n in zip(first[:stacked], sizes, strict=False))
+    shape, ones = tuple(piece.global_shape[stacked:]), (1,) * stacked
+    zeros = (0,) * len(shape)
+    for index in itertools.product(*ranges):
+        box = Box((*index, *zeros), (*ones, *shape))
+        for full in catalogue.tensor_keys(unstacked_key(key, index)):
+            if catalogue.shapes[full] == (*ones, *shape):
+                yield Source(full, (*ones, *shape), box, (0,) * len(first))
+
+
+def unstacked(pieces: Pieces, stacked: int) -> Pieces:
+    """Return pieces of stacked tensors as tensors per layer or expert; see Note [Keys].
+
+    ``stacked`` is the number of leading dimensions that index layers or experts.
+    """
+    ones, zeros = (1,) * stacked, (0,) * stacked
+    return tuple(
+        replace(
+            piece,
+            key=unstacked_key(piece.key, piece.global_offset[:stacked]),
+            global_shape=ones + tuple(piece.global_shape[stacked:]),
+            global_offset=zeros + tuple(piece.global_offset[stacked:]),
+        )
+        for piece in pieces
+    )
 
 
 def tensor_sources(key: str, shape: tuple[int, ...], piece: ShardedTensor) -> list[Source]:

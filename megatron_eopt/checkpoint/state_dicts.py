@@ -1,14 +1,16 @@
 """Matches torch's state dicts with an optimizer: which saved value each parameter continues from.
 
 Everything is checked before anything is loaded. Parameters are matched by name. State dicts without
-names, as torch writes them, are matched by the order of their parameters.
+names, as torch writes them, are matched by order where all numbers and shapes agree.
 """
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple
 
+import torch
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -16,122 +18,34 @@ from torch.utils._pytree import tree_map_only
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM_SCALE, STEP
 from megatron_eopt.base.nested_state import leaves, put
-from megatron_eopt.checkpoint.continuation import (
-    Continuation,
-    LoadReport,
-    Policy,
-    Reader,
-    SavedState,
-    log_notes,
-)
-from megatron_eopt.checkpoint.saved_groups import (
+from megatron_eopt.checkpoint.groups import (
     PARAM_NAMES,
     Groups,
-    find_group,
+    Members,
+    find_groups,
     has_names,
-    identity_of,
     is_identified,
     match_all,
-    merged_optimizers,
-    optimizer_of,
-    state_in,
+    merged_writers,
     with_names,
-    writers_of,
 )
-from megatron_eopt.config.registry import meanings_of
-from megatron_eopt.optimizers.update_rule import OF_GROUPS, UpdateRule, set_step
+from megatron_eopt.checkpoint.requests import kinds_by_optimizer
+from megatron_eopt.checkpoint.rule import (
+    LoadReport,
+    SavedState,
+    Writer,
+    identity_of,
+    log_lines,
+    optimizer_of,
+)
+from megatron_eopt.optimizers.update_rule import UpdateRule, set_step
 from megatron_eopt.routing.groups import GROUP_ID
 from megatron_eopt.routing.plain_names import match_names
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Target:
-    """A parameter whose state is loaded."""
-
-    param: Tensor
-    name: str
-    reader: Reader  # its optimizer
-    keys: frozenset[str]  # of its state, without the step count
-    spare: frozenset[str]  # keys that a checkpoint may lack
-    counts: bool  # whether its state has a step count
-
-
-def targets_of(
-    groups: Groups,
-    names: Sequence[Sequence[str]],
-    update_rules: Iterable[UpdateRule],
-    state: Mapping[Tensor, Mapping[str, Any]],
-) -> list[list[Target]]:
-    """Return the targets of each group, given the names of its parameters."""
-    rule_of = {param: rule for rule in update_rules for param in rule.params}
-    targets: list[list[Target]] = []
-    for group, of_group in zip(groups, names, strict=True):
-        targets.append([])
-        for param, name in zip(group["params"], of_group, strict=True):
-            rule = rule_of[param]
-            reader = Reader.of(rule.name, group)
-            keys = frozenset(key for key in state[param] if not is_users(reader.name, key))
-            wanted, spare = keys - {STEP, MOMENTUM_SCALE}, rule.optional_state
-            targets[-1].append(Target(param, name, reader, wanted, spare, STEP in keys))
-    return targets
-
-
-def is_users(optimizer: str, key: str) -> bool:
-    """Whether a key of a parameter's state is not the optimizer's, so that a user has added it."""
-    keys = meanings_of(optimizer).keys()
-    # keys of nested state, and of a weight's matrices, are paths
-    words = set(key.split("/"))
-    return bool(keys) and words.isdisjoint(keys | {STEP, MOMENTUM_SCALE, OF_GROUPS})
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What to load into one parameter's state."""
-
-    values: Mapping[str, Any]  # saved values by key, with the step count if there is one
-    factors: Mapping[str, float]  # what a value is multiplied by, if it is converted
-    starts_fresh: bool  # whether all its state starts anew
-    of_user: Mapping[str, Any]  # saved values that no optimizer knows, by key
-
-    @classmethod
-    def by(
-        cls, outcome: Continuation, values: Mapping[str, Any], of_user: Mapping[str, Any]
-    ) -> Self:
-        """Return what a decision about a parameter lets it load."""
-        factors = {key: o.factor for key, o in outcome.origins.items() if o.factor != 1.0}
-        return cls(values, factors, bool(outcome.fresh) and not outcome.origins, of_user)
-
-    def converted(self) -> dict[str, Any]:
-        """Return the values after their conversion."""
-        return {k: v * self.factors[k] if k in self.factors else v for k, v in self.values.items()}
-
-    def write(self, state: dict[str, Any], copy: Callable[[Tensor, Any], Tensor]) -> None:
-        """Write checked values into a parameter's state, whose containers exist.
-
-        Args:
-            state: The state.
-            copy: Called with a tensor of the state and its saved value; copies, and returns the
-                tensor that holds this rank's elements.
-        """
-        self.write_of_user(state)
-        if self.starts_fresh:
-            set_step(state, 0)
-        for key, value in self.values.items():
-            if key == STEP:
-                set_step(state, int(value))
-                continue
-            saved = dict(leaves(value, (key,)))
-            for path, current in list(leaves(state[key], (key,))):
-                if isinstance(current, Tensor):
-                    copy(current, saved[path]).mul_(self.factors.get(key, 1.0))
-                else:
-                    put(state, path, type(current)(saved[path]))
-
-    def write_of_user(self, state: dict[str, Any]) -> None:
-        """Copy what a user has added into a parameter's state."""
-        state.update(tree_map_only(Tensor, lambda v: v.detach().clone(), dict(self.of_user)))
+type Loads = Mapping[Tensor, Mapping[str, Any] | None]
+"""What to load into each parameter's state, by key; None if it starts fresh."""
 
 
 def named(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -142,154 +56,233 @@ def named(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict
     groups = state_dict["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
     flat = [name for of_group in names for name in of_group]
-    optimizers = sorted({name for group in groups if (name := optimizer_of(group))})
+    optimizers = sorted({str(writer) for group in groups if (writer := Writer.of(group)).is_named})
     hashed = [with_names(g, each, optimizers) for g, each in zip(groups, names, strict=True)]
     given = dict(zip(numbers, flat, strict=True))
     return {**state_dict, PARAM_NAMES: given, "param_groups": hashed}
 
 
-class StateDictMatch:
-    """A torch state dict, matched with the groups of an optimizer.
+class SavedStateDict(NamedTuple):
+    """A state dict by names of parameters: this run's, or those that only the state dict has."""
 
-    Args:
-        state_dict: A mapping with ``state`` and ``param_groups``.
-        groups: The optimizer's groups.
-        targets: The parameters of each group, in order.
+    state: Mapping[str, Mapping[str, Any]]  # values by name
+    groups: Groups  # each with the names of its parameters
+    writers: Mapping[str, tuple[Writer, ...]]  # who may have written each parameter's state
+    left_out: frozenset[str] = frozenset()  # names that have state, and are not of this run
+    is_by_order: bool = False  # whether it has no names
 
-    Raises:
-        ConfigurationError: If groups or parameters do not match.
-    """
-
-    def __init__(
-        self,
-        state_dict: Mapping[str, Any],
+    @classmethod
+    def of(
+        cls,
+        state_dict: Any,
         groups: Groups,
-        targets: Sequence[Sequence[Target]],
-    ) -> None:
-        saved = _with_settings(_groups_of(state_dict), groups)
-        self._state: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
-        self._targets = [target for of_group in targets for target in of_group]
-        self._unnamed: Groups = ()  # groups of another package, matched by order
-        self._group_of = {number: group for group in saved for number in group["params"]}
-        # torch's distributed checkpoints have names in place of numbers
-        is_named = all(isinstance(number, str) for number in self._group_of)
-        given: Mapping[Any, str] | None = state_dict.get(PARAM_NAMES)
-        saved_numbers = {name: number for number, name in (given or {}).items()}
-        if given is None and is_named:
-            saved_numbers = {number: number for number in self._group_of}
-        matched = match_names((target.name for target in self._targets), saved_numbers)
-        if given is not None or not self._targets or matched:
-            self._numbers = {name: saved_numbers[other] for name, other in matched.items()}
-        elif is_named:
-            # torch has put them in this optimizer's order, under names of a wrapper
-            self._numbers = _by_order(saved, range(len(groups)), targets)
-        else:
-            order = _in_order(saved, groups)
-            self._unnamed = () if all(map(is_identified, saved)) else saved
-            self._numbers = _by_order(saved, order, targets)
-            for index, of_group in zip(order, targets, strict=True):
-                if not has_names(saved[index], (t.name for t in of_group)):
-                    raise _of_others(saved[index])
-            text = "the state dict does not name its parameters: they are matched by order"
-            log_single_rank(logger, logging.INFO, text)
-        # names as they were saved, and as they are here; a wrapper may have come or gone since
-        both = [{n: name for name, n in each.items()} for each in (saved_numbers, self._numbers)]
-        here = both[1]
-        named = [
-            {**group, PARAM_NAMES: [here[n] for n in group["params"] if n in here]}
-            for group in saved
-        ]
-        self.members = {
-            identity_of(group): [target.name for target in of_group]
-            for group, of_group in zip(groups, targets, strict=True)
-        }
-        twins = [find_group(group, named, self.members) for group in groups]
-        if len({*map(optimizer_of, groups)}) > 1 and not all(map(is_identified, saved)):
-            # one torch optimizer's settings are not for one of several here
-            twins = [None for _ in groups]
-        # the matching group of the state dict for each group, None if it has none
-        self.twins = [None if index is None else saved[index] for index in twins]
-        # once for each group, because this reads the names of all its parameters
-        self._merged = {
-            id(group): merged_optimizers(
-                group, ([of.get(number, str(number)) for number in group["params"]] for of in both)
-            )
-            for group in saved
-        }
-
-    def number_of(self, name: str) -> Any:
-        """Return the key of a parameter in the state dict; None if it is not in it."""
-        return self._numbers.get(name)
-
-    def load(
-        self,
-        policy: Policy,
-        problem_with: Callable[[Target, str, Any], str | None],
-        *,
-        has_stepped: bool,
-    ) -> dict[Tensor, Loaded]:
-        """Return what to load into each parameter's state.
+        names: Sequence[Sequence[str]],
+        others: Iterable[str] = (),
+    ) -> "SavedStateDict":
+        """Return a state dict by names.
 
         Args:
-            policy: What may differ.
-            problem_with: Called with a target, a key of its state and a saved value. Returns why
-                the value cannot be loaded there, or None.
-            has_stepped: Whether the optimizer has stepped, so that its state cannot start fresh.
+            state_dict: A mapping with ``state`` and ``param_groups``.
+            groups: The optimizer's groups.
+            names: Names of each group's parameters.
+            others: Names of the parameters of other optimizers, which it may have, too.
 
         Raises:
-            ConfigurationError: If state is missing, has another shape, or cannot start fresh.
+            ConfigurationError: If it is no state dict, or has no names and another number of
+                groups or parameters.
         """
-        loads: dict[Tensor, Loaded] = {}
-        report = LoadReport(policy)
-        for target in self._targets:
-            name, reader, keys = target.name, target.reader, target.keys
-            number = self.number_of(name)
-            values = _by_path(self._state.get(number, {}), keys)
-            saved = self._saved_state(number, values.keys() - {STEP}, reader.name)
+        saved = _with_settings(_groups_of(state_dict), groups)
+        own = [*(name for of_group in names for name in of_group), *others]
+        key_of, given = _given_names(state_dict, saved, own)
+        is_by_order = given is None and any(group["params"] for group in saved)
+        if given is None:
+            here = _by_order(saved, groups, names)
+        else:
+            back = {theirs: name for name, theirs in match_names(own, given.values()).items()}
+            here = {number: back.get(name, name) for number, name in given.items()}
+        _check_names(saved, state_dict["state"], key_of, here)
+        writers: dict[str, tuple[Writer, ...]] = {}
+        with_own: list[Mapping[str, Any]] = []
+        for group in saved:
+            of_group = [key_of(number) for number in group["params"]]
+            ours = [here[number] for number in of_group]
+            theirs = [(given or here)[number] for number in of_group]
+            merged = merged_writers(group, (theirs, ours))
+            writers |= dict.fromkeys(ours, merged or (Writer.of(group),))
+            with_own.append({**group, PARAM_NAMES: ours})
+        state: dict[str, dict[str, Any]] = {}
+        for key, values in state_dict["state"].items():
+            # torch's distributed checkpoints add what is no tensor under a word, beside the number
+            if (number := key_of(key)) in here:
+                state.setdefault(here[number], {}).update(values)
+        if not any(state.values()) and not any(GROUP_ID in group for group in saved):
+            # torch's optimizers create state in their first step
+            writers = {}
+        return cls(state, with_own, writers, frozenset(state.keys() - {*own}), is_by_order)
 
-            def misfit(
-                key: str, other: str, target: Target = target, values: Any = values
-            ) -> str | None:
-                if getattr(values[other], "is_meta", False):
+    def __or__(self, other: "SavedStateDict") -> "SavedStateDict":  # type: ignore[override]
+        """Return the state of two optimizers of a chain."""
+        state, writers = {**self.state, **other.state}, {**self.writers, **other.writers}
+        left_out = self.left_out | other.left_out
+        return SavedStateDict(state, [*self.groups, *other.groups], writers, left_out)
+
+    def twins(self, groups: Groups, members: Members) -> list[Mapping[str, Any] | None]:
+        """Return the saved group that each group's settings continue from, None without."""
+        if len({*map(optimizer_of, groups)}) > 1 and not all(map(is_identified, self.groups)):
+            # one torch optimizer's settings are not for one of several here
+            return [None for _ in groups]
+        found = find_groups(groups, self.groups, members)
+        return [None if index is None else self.groups[index] for index in found]
+
+    def loads(
+        self,
+        groups: Groups,
+        names: Sequence[Sequence[str]],
+        rules: Iterable[UpdateRule],
+        kinds: Mapping[Tensor, Collection[str]],
+        state: Mapping[Tensor, Mapping[str, Any]],
+        misfit: Callable[[Tensor, str, Any], str | None],
+        *,
+        has_stepped: bool,
+        found: bool | None = None,
+    ) -> Loads:
+        """Return what to load into the state of each parameter; see Note [Load rule].
+
+        Args:
+            groups: The optimizer's groups.
+            names: Names of each group's parameters.
+            rules: Its update rules.
+            kinds: Keys of each parameter's state that its optimizer makes.
+            state: The state.
+            misfit: Called with a parameter, a key of its state and a saved value. Returns why the
+                value cannot be loaded there, or None.
+            has_stepped: Whether the optimizer has stepped.
+            found: Whether the state dict has any parameter of all optimizers; None for this one.
+
+        Raises:
+            ConfigurationError: If state is missing, does not fit, or cannot start fresh.
+        """
+        rule_of = {param: rule for rule in rules for param in rule.params}
+        report = LoadReport()
+        result: dict[Tensor, Mapping[str, Any] | None] = {}
+        params = [
+            (param, name, Writer.of(group, rule_of[param].name))
+            for group, of_group in zip(groups, names, strict=True)
+            for param, name in zip(group["params"], of_group, strict=True)
+        ]
+        count_of = {name: g.get(STEP) for g in self.groups for name in g[PARAM_NAMES]}
+        own = kinds_by_optimizer(
+            (str(reader.name), tuple(_kinds(kinds[param]))) for param, _, reader in params
+        )
+        for param, name, reader in params:
+            optional = rule_of[param].optional_state
+            values = _by_path(self.state.get(name, {}), kinds[param])
+
+            def misfit_of(kind: str, param: Tensor = param, values: Any = values) -> str | None:
+                if getattr(values[kind], "is_meta", False):
                     return "is on the meta device, without values"
-                problem = problem_with(target, key, values[other])
-                if problem and self._unnamed:
-                    # what fits may then be another parameter's, too
-                    raise _unnamed(self._unnamed, f"{target.name}: {key} {problem}")
-                return problem
+                return misfit(param, kind, values[kind])
 
-            writers = saved.optimizers
-            outcome = report.decide(name, reader, keys, saved, misfit, target.spare)
-            taken = {key: values[origin.key] for key, origin in outcome.origins.items()}
-            # moments and their count belong together
-            if target.counts and not outcome.fresh:
+            saved = SavedState(_kinds(values), self.writers.get(name, ()))
+            if len(saved.writers) > 1:
+                saved = saved.by(own)
+            required = _kinds(kinds[param]) - optional
+            if not report.continues(name, reader, required, misfit_of, saved):
+                result[param] = None
+                continue
+            result[param] = values
+            for key in values.keys() & kinds[param]:
+                was, now = (getattr(it, "dtype", None) for it in (values[key], state[param][key]))
+                if now == torch.float32 and was not in (None, now):
+                    report.note(f"{key} is converted from {was} to {now}", name)
+            if STEP in kinds[param]:
                 # fused classes count in groups
-                counted = values if STEP in values else self._group_of.get(number, {})
-                if STEP in counted:
-                    taken[STEP] = counted[STEP]
-                    # other optimizers count in other types
-                    is_anothers = saved.is_anothers(reader)
-                    if not is_anothers and (problem := problem_with(target, STEP, taken[STEP])):
-                        report.lack(name, STEP, problem)
-                elif taken and STEP not in target.spare:
-                    report.lack(name, STEP)
-            of_user = {
-                key: value
-                for key, value in values.items()
-                if key not in keys and all(is_users(writer, key) for writer in writers)
-            }
-            loads[target.param] = Loaded.by(outcome, taken, of_user if writers else {})
-        report.refuse("state_dict", has_stepped=has_stepped)
-        log_notes(report.notes)
-        return loads
+                count = values.get(STEP, count_of.get(name))
+                if count is not None:
+                    result[param] = {**values, STEP: count}
+                    if not _is_count(count):
+                        report.lack(name, f"{STEP} is no number of steps")
+                elif required and STEP not in optional:
+                    report.lack(name, f"no {STEP}")
+        for name in self.left_out:
+            report.note("is left out: no optimizer of this run steps it", name)
+        if self.is_by_order and report.lacks:
+            raise _unnamed(report.lacks)
+        # of an optimizer that has not stepped, nothing is lost
+        found = True if not self.writers and self.groups else found
+        report.refuse("state_dict", has_stepped=has_stepped, found=found)
+        log_lines(report.lines)
+        return result
 
-    def _saved_state(self, number: Any, keys: set[str], reader: str) -> SavedState:
-        group = self._group_of.get(number)
-        if group is None or not keys:
-            return SavedState(frozenset(keys))
-        merged = self._merged[id(group)] if isinstance(number, str) else None
-        groups: Groups = [{**group, GROUP_ID: name} for name in merged or ()] or [group]
-        return state_in(groups, keys, reader)
+
+def write_state(
+    state: dict[str, Any], values: Mapping[str, Any], copy: Callable[[Tensor, Any], object]
+) -> None:
+    """Write loaded values into a parameter's state, whose containers exist.
+
+    Args:
+        state: The state.
+        values: By key; those that the state does not have are the user's, and are copied.
+        copy: Called with a tensor of the state and its saved value; copies this rank's elements.
+    """
+    for key, value in values.items():
+        if key == STEP:
+            set_step(state, int(value))
+        elif key not in state:
+            state[key] = tree_map_only(Tensor, lambda v: v.detach().clone(), value)
+        else:
+            saved = dict(leaves(value, (key,)))
+            for path, current in list(leaves(state[key], (key,))):
+                if isinstance(current, Tensor):
+                    copy(current, saved[path])
+                else:
+                    put(state, path, type(current)(saved[path]))
+
+
+def _number(key: Any) -> Any:
+    """Return a parameter's number, or its name; files may have numbers as words."""
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
+def _given_names(
+    state_dict: Mapping[str, Any], saved: Groups, own: Sequence[str]
+) -> tuple[Callable[[Any], Any], dict[Any, str] | None]:
+    """Return what turns a state dict's keys into those of its names, and its names, if any."""
+    raw = [number for group in saved for number in group["params"]]
+    # what went through a file may have words in place of numbers
+    by_number = {_number(key): str(name) for key, name in state_dict.get(PARAM_NAMES, {}).items()}
+    if by_number:
+        return _number, by_number
+    # torch's optimizers over named parameters have names in their groups
+    in_groups = [str(name) for group in saved for name in group.get(PARAM_NAMES, ())]
+    if in_groups and len(in_groups) == len(raw):
+        return _number, dict(zip(map(_number, raw), in_groups, strict=True))
+    # torch's distributed checkpoints have names in place of numbers, which may look like numbers
+    if all(isinstance(number, str) for number in raw):
+        are_numbers = all(map(str.isdecimal, raw)) and not match_names(own, raw)
+        if not are_numbers:
+            return str, {name: name for name in raw}
+    return _number, None
+
+
+def _check_names(
+    saved: Groups, state: Mapping[Any, Any], key_of: Callable[[Any], Any], here: Mapping[Any, str]
+) -> None:
+    """Raise a ConfigurationError unless each parameter in it has a name of its own."""
+    numbers = [key_of(number) for group in saved for number in group["params"]]
+    nameless = [number for number in numbers if number not in here]
+    nameless += [key for key in state if isinstance(key, int) and key not in numbers]
+    twice = [name for name, count in Counter(here.values()).items() if count > 1]
+    if nameless or twice:
+        what = (
+            f"parameters {nameless[:4]} have no name" if nameless else f"two are called {twice[0]}"
+        )
+        hint = f"Keep the key {PARAM_NAMES!r} of what state_dict() returned as it was"
+        raise ConfigurationError("state_dict", PARAM_NAMES, f"{what}, or are in no group", hint)
+
+
+def _kinds(keys: Iterable[str]) -> frozenset[str]:
+    return frozenset(keys) - {STEP, MOMENTUM_SCALE}
 
 
 def _with_settings(saved: Groups, groups: Groups) -> Groups:
@@ -322,17 +315,40 @@ def _by_path(values: Mapping[str, Any], keys: Collection[str]) -> Mapping[str, A
     return by_path
 
 
-def _by_order(
-    saved: Groups, order: Iterable[int], targets: Sequence[Sequence[Target]]
-) -> dict[str, Any]:
-    """Return the number of each parameter, given the index of each group in a state dict."""
-    number_of: dict[str, Any] = {}
-    for of_group, index in zip(targets, order, strict=True):
-        numbers = saved[index]["params"] if index < len(saved) else []
+def _by_order(saved: Groups, groups: Groups, names: Sequence[Sequence[str]]) -> dict[Any, str]:
+    """Return the name of each number in a state dict without names, group by group.
+
+    Raises:
+        ConfigurationError: If the numbers of groups or parameters differ, or the groups say that
+            they had other parameters.
+    """
+    order = list(range(len(saved)))
+    if all(map(is_identified, saved)):
+        order = match_all(saved, groups)
+    elif len(saved) != len(groups):
+        raise _unnamed(f"it has {len(saved)} parameter groups, and this optimizer {len(groups)}")
+    here: dict[Any, str] = {}
+    for index, of_group in zip(order, names, strict=True):
+        numbers = list(map(_number, saved[index]["params"]))
         if len(numbers) != len(of_group):
-            raise _another(saved, f"{len(numbers)} parameters of a group", len(of_group))
-        number_of |= {target.name: n for target, n in zip(of_group, numbers, strict=True)}
-    return number_of
+            raise _unnamed(f"a group has {len(numbers)} parameters, and here {len(of_group)}")
+        if not has_names(saved[index], of_group, in_order=True):
+            raise _unnamed(f"{identity_of(saved[index])} was saved of other parameters")
+        here |= dict(zip(numbers, of_group, strict=True))
+    text = "the state dict does not name its parameters: they are matched by order"
+    log_single_rank(logger, logging.WARNING, text)
+    return here
+
+
+def _unnamed(problem: str) -> ConfigurationError:
+    return ConfigurationError(
+        "state_dict",
+        "without names of parameters",
+        f"must fit by order then, but does not: {problem}",
+        f"Keep the key {PARAM_NAMES!r} of what state_dict() returned. For another optimizer's "
+        "state, load it into an optimizer of the class that wrote it, and pass what torch's "
+        "get_optimizer_state_dict(model, that_optimizer) returns to set_optimizer_state_dict",
+    )
 
 
 def _groups_of(state_dict: Any) -> Groups:
@@ -342,7 +358,7 @@ def _groups_of(state_dict: Any) -> Groups:
         ConfigurationError: If it is no state dict of an optimizer.
     """
     is_whole = isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()
-    if not is_whole or not all("params" in group for group in state_dict["param_groups"]):
+    if not is_whole or not _has_form(state_dict):
         has = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else state_dict
         rule = "must have the keys 'state' and 'param_groups', with the parameters of each group"
         hint = "Pass what the optimizer's state_dict() returned"
@@ -351,41 +367,42 @@ def _groups_of(state_dict: Any) -> Groups:
     return groups
 
 
-def _in_order(saved: Groups, groups: Groups) -> list[int]:
-    """Return the index of each group's counterpart in a state dict without names."""
-    if all(map(is_identified, saved)):
-        return match_all(saved, groups)
-    if len(saved) != len(groups):
-        raise _another(saved, f"{len(saved)} parameter groups", len(groups))
-    return list(range(len(groups)))
-
-
-def _of_others(group: Mapping[str, Any]) -> ConfigurationError:
-    rule = "its group was saved of other parameters than this run's, and they have no names here"
-    hint = f"Keep the key {PARAM_NAMES!r} of what state_dict() returned"
-    return ConfigurationError("state_dict", identity_of(group), rule, hint)
-
-
-def _unnamed(saved: Groups, problem: str) -> ConfigurationError:
-    writers = sorted({name for group in saved for name in writers_of(group)[:1]})
-    return ConfigurationError(
-        "state_dict",
-        f"{len(saved)} parameter groups with the settings of {' and '.join(writers)}",
-        f"does not name its parameters, and by order they do not fit: {problem}",
-        "In your own loop, load it into an optimizer of the class that wrote it, and pass what "
-        "torch's get_optimizer_state_dict(model, that_optimizer) returns to "
-        "set_optimizer_state_dict. For torch.optim.Muon's momenta alone, use "
-        "fsdp2.import_torch_muon",
+def _has_form(state_dict: Mapping[str, Any]) -> bool:
+    """Return whether the parts of a state dict are of the types that torch's have."""
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    return (
+        isinstance(state, Mapping)
+        and all(isinstance(values, Mapping) for values in state.values())
+        and isinstance(groups, list | tuple)
+        and all(isinstance(group, Mapping) for group in groups)
+        and all(isinstance(group.get("params"), list | tuple) for group in groups)
+        and isinstance(state_dict.get(PARAM_NAMES, {}), Mapping)
     )
 
 
-def _another(saved: Groups, has: str, wanted: int) -> ConfigurationError:
-    if not all(map(is_identified, saved)):
-        return _unnamed(saved, f"it has {has}, and not {wanted}")
-    return ConfigurationError(
-        "state_dict",
-        has,
-        f"does not match this rank, which needs {wanted} of them, with equal shapes",
-        "Resume with the model, precision, optimizers and parallel layout of the run that wrote "
-        "it, or from a torch_dist checkpoint",
-    )
+def _is_count(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_meta:
+            return False
+        value = value.item()
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def misfit_of(value: Any, own: Any, key: str) -> str | None:
+    """Return why a saved value, which may be nested, cannot be loaded into ``own``; or None."""
+    saved = dict(leaves(value, (key,)))
+    for path, mine in leaves(own, (key,)):
+        its = saved.get(path)
+        if isinstance(mine, Tensor):
+            try:
+                its = torch.as_tensor(its)
+            except (TypeError, ValueError, RuntimeError):
+                return f"is of type {type(its).__name__}, and must be a tensor"
+            # sides of 1 may differ, as between counters of shape () and (1,)
+            if [n for n in its.shape if n != 1] != [n for n in mine.shape if n != 1]:
+                return f"of shape {tuple(its.shape)} must have shape {tuple(mine.shape)}"
+            if mine.is_floating_point() > its.is_floating_point() or its.layout != torch.strided:
+                return f"of {its.dtype}, {its.layout}, must be a dense tensor of real numbers"
+        elif isinstance(its, Mapping | list | tuple) or its is None:
+            return f"is of type {type(its).__name__}, and must be {type(mine).__name__}"
+    return None

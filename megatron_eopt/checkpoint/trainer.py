@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.msc_utils import MultiStorageClientFeature
@@ -26,9 +26,7 @@ from megatron_eopt.base.agreement import (
 from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint import fsdp_dtensor
-from megatron_eopt.checkpoint.buckets import BY_BUCKET
 from megatron_eopt.checkpoint.catalogue import read_catalogue
-from megatron_eopt.checkpoint.continuation import Policy, in_other_buckets, log_notes
 from megatron_eopt.checkpoint.files import (
     METADATA,
     RANK_FILE,
@@ -39,11 +37,12 @@ from megatron_eopt.checkpoint.files import (
     read_common_state,
     read_tracker,
 )
-from megatron_eopt.checkpoint.gpt_layers import forget_layers, noting_layers
+from megatron_eopt.checkpoint.groups import overridden
 from megatron_eopt.checkpoint.guard.files import check, is_complete
 from megatron_eopt.checkpoint.guard.saves import whole
+from megatron_eopt.checkpoint.local_state import refuse_rank_files
 from megatron_eopt.checkpoint.matching import match
-from megatron_eopt.checkpoint.saved_groups import overridden
+from megatron_eopt.checkpoint.rule import log_lines
 from megatron_eopt.checkpoint.saving import (
     finishing_later,
     replacing_a_folder,
@@ -78,7 +77,7 @@ def trainer_rebindings() -> Rebindings:
         "_get_checkpoint_format": _taking_the_format,
         "handle_swiglu_in_state_dict": _under_a_wrapper,
         "read_metadata": _at_the_step_asked_for,
-        "_maybe_setup_gpt_to_hybrid_load": noting_layers,
+        "_maybe_setup_gpt_to_hybrid_load": _refusing_layers_of_gpt,
         "vocab_size_with_padding": keeping_padding,
     }
     return wrapped(wrappers)
@@ -116,7 +115,7 @@ def _checked_load(
     args = trainer.get_args()
     folder = getattr(args, load_arg)
     rates = _rates_kept(optimizer, opt_param_scheduler)
-    with _reading(args), _loading(optimizer), rates, _asking_for_buckets(optimizer):
+    with _reading(args), _loading(optimizer), rates, _at_any_layout(optimizer):
         if folder is not None and _read.get() is not None and not getattr(args, "ckpt_step", None):
             from_rank_0(lambda: _check_tracker(Path(folder)))
         try:
@@ -129,12 +128,6 @@ def _checked_load(
                     "flags, or --use-checkpoint-opt-param-scheduler for that of the checkpoint."
                 )
             raise
-        except RuntimeError as error:
-            # the trainer raises this for Adam's state by bucket; the flag that it advises does not
-            # help
-            if "(TP, PP) mismatch" not in str(error):
-                raise
-            raise_together(_refuse_other_buckets)
         except SystemExit as ended:
             # the trainer prints why it cannot go on, and exits with status 0, as if it had
             # succeeded; --exit-on-missing-checkpoint asks for this where there is no checkpoint
@@ -163,10 +156,13 @@ def _warn_of_later_checkpoints(folder: Path, iteration: int) -> None:
 
 
 @contextmanager
-def _asking_for_buckets(optimizer: Any) -> Iterator[None]:
-    """In a block, ask for state by bucket at any layout, which :func:`match` reads or refuses."""
+def _at_any_layout(optimizer: Any) -> Iterator[None]:
+    """In a block, let the trainer load a form that :func:`match` reads or refuses.
+
+    Checkpoints of version 0.3 have this form's name, although their state is by parameter.
+    """
     forms = DistributedOptimizer.checkpoint_fully_reshardable_formats
-    by_bucket = {BY_BUCKET} if _storages_of(optimizer) else set()
+    by_bucket = {"dp_reshardable"} if _storages_of(optimizer) else set()
     DistributedOptimizer.checkpoint_fully_reshardable_formats = forms | by_bucket
     try:
         yield
@@ -174,14 +170,21 @@ def _asking_for_buckets(optimizer: Any) -> Iterator[None]:
         DistributedOptimizer.checkpoint_fully_reshardable_formats = forms
 
 
+@around
+def _refusing_layers_of_gpt(original: Function, *values: Any, **kwargs: Any) -> Any:
+    """Refuse optimizer state of a GPTModel for a HybridModel, which has other layers."""
+    layers, loads_state = original(*values, **kwargs)
+    if loads_state and _storages_of(_optimizer.get()):
+        rule = "is of a GPTModel, whose optimizer state does not load into a HybridModel"
+        hint = "Load only the weights (--no-load-optim)"
+        raise CheckpointError("checkpoint", "optimizer state", rule, hint)
+    return layers, loads_state
+
+
 def _storages_of(optimizer: Any) -> list[Storage]:
     """Return the members of a chain of this package; none of megatron-core's own optimizers."""
     members = getattr(optimizer, "chained_optimizers", ())
     return [member for member in members if isinstance(member, Storage)]
-
-
-def _refuse_other_buckets() -> NoReturn:
-    raise in_other_buckets()
 
 
 @dataclass
@@ -270,7 +273,6 @@ def _loading(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         _optimizer.reset(token)
-        forget_layers()
         forget_metadata()
         vars(args).update(before)
 
@@ -305,6 +307,9 @@ def _taking_the_format(original: Function, checkpoint_name: Any, args: Any) -> A
     form = original(checkpoint_name, args)
     if _optimizer.get() is not None:
         _refuse_form(str(checkpoint_name), form, args.ckpt_format)
+        loads = not (args.no_load_optim or args.finetune)
+        if form == "torch" and loads and any(s.in_buffers for s in _storages_of(_optimizer.get())):
+            raise refuse_rank_files("checkpoint", str(checkpoint_name))
         if {form, args.ckpt_format} == {"torch", "torch_dist"}:
             args.ckpt_format = form
     return form
@@ -396,7 +401,7 @@ def _matching_torch_dist(original: Function, *values: Any, **kwargs: Any) -> Any
         if asked["rank0"]:
             raise_together(lambda: read_common_state(folder))
         elif (wanted := asked["sharded_state_dict"]) is not None:
-            match(wanted, folder, Policy())
+            match(wanted, folder)
     return original(*values, **kwargs)
 
 
@@ -428,13 +433,8 @@ def _match_fsdp_dtensor(args: Any, state: Mapping[str, Any]) -> None:
     storages = _storages_of(optimizer)
     if catalogue is None or not storages:
         return
-    readers, has_stepped = fsdp_dtensor.readers_of(storages[0]), storages[0].steps > 0
-    storages[0].decided, notes = raise_together(
-        lambda: fsdp_dtensor.match(
-            state, readers, catalogue, optimizer.policy, has_stepped=has_stepped
-        )
-    )
-    log_notes(gather_unique(notes))
+    report = raise_together(lambda: fsdp_dtensor.match(storages[0], state, catalogue))
+    log_lines(gather_unique(report.lines))
 
 
 @around

@@ -8,7 +8,6 @@ padding.
 
 import logging
 from argparse import Namespace
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,6 @@ from megatron_eopt.checkpoint.guard.saves import whole
 from megatron_eopt.checkpoint.sources import assemble, tensor_sources
 
 logger = logging.getLogger(__name__)
-
-type Change = tuple[int, int]
-"""Rows in the checkpoint, and in this run."""
 
 
 @around
@@ -77,7 +73,7 @@ def _saved_args(folder: str, args: Any) -> Any:
         return None
 
 
-def fill_new_rows(state: Any, shapes: Shapes, adapted: Iterable[Change] = ()) -> None:
+def fill_new_rows(state: Any, shapes: Shapes) -> None:
     """Let new rows of vocabularies be loaded as copies of the checkpoint's last row; collective.
 
     That row usually is padding. This holds for weights, main weights and optimizer state.
@@ -85,9 +81,8 @@ def fill_new_rows(state: Any, shapes: Shapes, adapted: Iterable[Change] = ()) ->
     Args:
         state: What ``dist_checkpointing`` is going to load; changed in place.
         shapes: Global shapes of the checkpoint's tensors.
-        adapted: Changes of entries that are adapted already.
     """
-    changes: dict[Change, None] = dict.fromkeys(adapted)
+    changes: dict[tuple[int, int], None] = {}  # rows in the checkpoint, and in this run
 
     def filled(item: Any) -> Any:
         if not (isinstance(item, ShardedTensor) and item.allow_shape_mismatch):

@@ -159,14 +159,6 @@ class EmergingOptimizerConfig(OptimizerConfig, metaclass=_ConfigType):
     """Divide second moments by ``1 - beta2^step``, so that the first steps of AdaMuon and NAMO are
     not longer than later ones."""
 
-    ckpt_allow_missing_optim_state: tuple[str, ...] = ()
-    """Names of optimizer state, such as ``momentum_buffer``, that a checkpoint may lack; the state
-    then starts fresh. Use it to resume with another optimizer."""
-
-    checkpoint_momentum_from_adam: bool = False
-    """Start Muon's momentum from Adam's first moment if the checkpoint has no momentum. Use it to
-    switch a run from Adam to Muon."""
-
     optimizer_kernels: bool = True
     """Use this package's GPU kernels in optimizer steps. If off, or with MEGATRON_EOPT_KERNELS=0 in
     the environment, torch's functions compute everything, which is slower. Turn it off to find out

@@ -28,7 +28,7 @@ _RUNS_OWN = frozenset(
     {"fp16", "bf16", "params_dtype", "fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"}
     | {"overlap_param_gather", "overlap_param_gather_with_optimizer_step"}
     | {"log_num_zeros_in_grad", "barrier_with_L1_time", "timers", "config_logger_dir"}
-    | {"use_layer_wise_distributed_optimizer", "ckpt_allow_missing_optim_state"}
+    | {"use_layer_wise_distributed_optimizer"}
 )
 """Fields that belong to the whole run, or follow from other fields."""
 

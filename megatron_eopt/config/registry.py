@@ -19,7 +19,6 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_choice
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import find_upstream
-from megatron_eopt.config.writers import FOREIGN, MAXIMA, MEAN, SQUARES, SUM
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +35,6 @@ StateLayoutT = Literal["element_wise", "matrix_update", "matrix_state"]
 ``matrix_update``: the update; the state has the parameter's shape and can be sharded (Muon).
 ``matrix_state``: the update and the state (SOAP).
 """
-
-_MEANINGS: dict[str, dict[str, str | None]] = {
-    "adam": {"exp_avg": MEAN, "exp_avg_sq": SQUARES, "max_exp_avg_sq": MAXIMA},
-    "sgd": {"momentum_buffer": SUM},
-}
-"""Meanings of the state of standard optimizers; see :func:`meaning_of`."""
 
 _CLASSES = {"adamw": "adam", "fusedadam": "adam", "fusedsgd": "sgd"}
 """Further classes of the standard optimizers, in lower case."""
@@ -126,10 +119,6 @@ class EmergingOptimizerEntry:
 
     draws: bool = False
     """Whether a step draws random numbers; ranks with copies of a weight then draw the same."""
-
-    state_meanings: Mapping[str, str | None] = field(default_factory=dict)
-    """What its state means, by key; None for a meaning of its own. Another optimizer continues from
-    a value only if it declares the same meaning. Leave all keys out, or none."""
 
 
 def register_optimizer(
@@ -239,26 +228,14 @@ def name_of_class(text: str) -> str:
 
     ``text`` is a class name in any case, as in ``type(optimizer).__name__``, or a registered name.
     """
-    low = text.lower()
-    classes = {entry.optimizer_cls.__name__.lower(): name for name, entry in entries().items()}
-    known = {**classes, **_CLASSES, **{name: name for name in optimizer_names()}}
-    return known.get(low, text)
+    classes = tuple((name, entry.optimizer_cls.__name__) for name, entry in entries().items())
+    return _names_by_class(classes).get(text.lower(), text)
 
 
-def meanings_of(name: str) -> Mapping[str, str | None]:
-    """Return the meanings of an optimizer's state by key; empty if they are not declared."""
-    if name in STANDARD_OPTIMIZERS:
-        return _MEANINGS[name]
-    return entries()[name].state_meanings if name in entries() else FOREIGN.get(name, {})
-
-
-def meaning_of(name: str, key: str) -> str:
-    """Return what the state ``key`` of an optimizer means, in words.
-
-    Two optimizers may use one key for different values: LaProp's ``exp_avg`` averages normalized
-    gradients, and SOAP's is in an eigenbasis. Such a value must not continue as the other's.
-    """
-    return meanings_of(name).get(key) or f"{name}'s {key}"
+@functools.lru_cache(maxsize=1)
+def _names_by_class(classes: tuple[tuple[str, str], ...]) -> Mapping[str, str]:
+    by_class = {cls.lower(): name for name, cls in classes}
+    return {**by_class, **_CLASSES, **{name: name for name in optimizer_names()}}
 
 
 def state_layout_of(name: str) -> StateLayoutT:

@@ -17,12 +17,19 @@ class Retired(NamedTuple):
     hint: str  # what to do instead
 
 
+_FRESH = (
+    "State of another optimizer starts fresh by itself; to start with all state fresh, pass "
+    "--no-load-optim"
+)
+
 RETIRED = {
     "muon_wave_mb": Retired(64.0, "It is called matrix_buffer_mb"),
     "muon_team_size": Retired(8, "It is called muon_max_ranks_per_matrix"),
     "muon_overlap_step": Retired(False, "It is called muon_overlap_dp_comm"),
     "muon_orthogonalize_excluded": Retired(False, "It is called muon_ignore_use_muon"),
-    "checkpoint_fresh_state": Retired((), "It is called ckpt_allow_missing_optim_state"),
+    "checkpoint_fresh_state": Retired((), _FRESH),
+    "ckpt_allow_missing_optim_state": Retired((), _FRESH),
+    "checkpoint_momentum_from_adam": Retired(False, _FRESH),
     "muon_exempt_from_clipping": Retired(False, "It is called muon_skip_grad_clip"),
     "log_optimizer_memory": Retired(
         False, "optimizer.memory() has the bytes, and megatron-eopt plan the peak"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
 from megatron_eopt.base.errors import check_choice
-from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STANDARD_OPTIMIZERS
+from megatron_eopt.base.names import IN_RANK_FILES, SCALAR_OPTIMIZERS, STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import warn_of_untested_releases
 from megatron_eopt.config import checks, registry
 from megatron_eopt.config.config import EmergingOptimizerConfig, complete
@@ -82,6 +82,11 @@ class Settings(RunSettings):
         if self.of_dtensors:
             modes.remove("optimizer_cpu_offload")  # megatron-core's cannot step DTensors
         return tuple(mode for mode in modes if getattr(self.config, mode))
+
+    @property
+    def in_rank_files(self) -> bool:
+        """Whether sharded state would be saved in Megatron's format ``torch``."""
+        return self.storage == "sharded" and getattr(self.original, IN_RANK_FILES, False)
 
     def splits_weights_of(self, optimizer: str) -> bool:
         """Return whether an optimizer updates the matrices in a fused weight separately.

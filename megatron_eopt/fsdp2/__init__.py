@@ -10,7 +10,7 @@ with importing_quietly():
 
     from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
     from megatron_eopt.routing.outputs import OUTPUT_LAYERS
-    from megatron_eopt.wrappers.fsdp2 import build_optimizer, import_torch_muon
+    from megatron_eopt.wrappers.fsdp2 import build_optimizer
 
 __all__ = [
     "OUTPUT_LAYERS",
@@ -18,5 +18,4 @@ __all__ = [
     "ParamKey",
     "build_optimizer",
     "get_standard_config_overrides",
-    "import_torch_muon",
 ]

@@ -19,6 +19,7 @@ from megatron_eopt.arguments import add_arguments as _extend_parser
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.wrapping import Function, around
+from megatron_eopt.checkpoint.local_state import refuse_rank_files
 
 ProviderT = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -98,6 +99,8 @@ def validating_known_flags(
         pretended |= {"optimizer": "adam"} if is_ours else {}
     if is_ours:
         _check_persistent_worker(args)
+        if getattr(args, "ckpt_format", None) == "torch" and is_sharded(args):
+            raise refuse_rank_files("--ckpt-format", "torch")
         # megatron-core's off-loading needs the precision-aware Adam, which the check demands; this
         # package's own does not
         pretended["optimizer_cpu_offload"] = False
@@ -186,6 +189,12 @@ def _check_megatron_fsdp(args: argparse.Namespace) -> None:
         rule = "fails at the first save, in Megatron's own writer (--use-megatron-fsdp)"
         hint = "Leave out --async-save to save synchronously"
         raise ConfigurationError("--async-strategy", "mcore", rule, hint)
+
+
+def is_sharded(args: Any) -> bool:
+    """Return whether flags ask for sharded optimizer state in Megatron's buffers."""
+    layer_wise = getattr(args, "use_layer_wise_distributed_optimizer", False)
+    return args.use_distributed_optimizer or layer_wise or args.optimizer.startswith("dist_")
 
 
 @around

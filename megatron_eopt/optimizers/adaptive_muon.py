@@ -122,6 +122,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon, AdaptiveMuon):
         for group in self.param_groups:
             group.setdefault("beta2", beta2)
             group.setdefault("eps", eps)
+            # tells what a checkpoint has; no default, because all groups have the same
+            group["moment2_method"] = moment2_method
 
     def update_rule_over(
         self, shards: Sequence[ParamShard], exchange_config: ExchangeConfig

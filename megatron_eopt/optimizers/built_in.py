@@ -12,14 +12,13 @@ from emerging_optimizers import (
     soap,  # noqa: F401
 )
 from emerging_optimizers import registry as emerging_registry
-from emerging_optimizers.orthogonalized_optimizers import Muon, OrthogonalizedOptimizer
+from emerging_optimizers.orthogonalized_optimizers import Muon
 
 from megatron_eopt.config.arguments import muon_family_kwargs
 from megatron_eopt.config.config_file import (
     load_optimizer_config,  # noqa: F401  re-exported here, since it needs all optimizers
 )
 from megatron_eopt.config.registry import init_state, is_registered, register_optimizer
-from megatron_eopt.config.writers import MEAN, SQUARES, SUM
 from megatron_eopt.matrices import SplitT
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon
@@ -67,25 +66,6 @@ _INITIALIZERS: dict[str, Callable[..., None]] = {
 """Functions that create every parameter's state before the first step, which loading needs, for
 classes whose own initializer is missing or incomplete."""
 
-_MOMENTUM: dict[str, str | None] = {"momentum_buffer": MEAN}
-
-_OF_SOAP = dict.fromkeys(("exp_avg", "exp_avg_sq", "L", "R", "Q_L", "Q_R"))
-
-_MEANINGS: dict[str, dict[str, str | None]] = {
-    "adaptive_muon": {**_MOMENTUM, "moment2_buffer": None},
-    # its average is of normalized gradients
-    "laprop": {"exp_avg": None, "exp_avg_sq": SQUARES},
-    "lion": {"exp_avg": MEAN},
-    "muon_hyperball": {**_MOMENTUM, "hyperball_R": None},
-    "oblique_adam": {"exp_avg": MEAN, "exp_avg_sq": SQUARES},
-    "oblique_sgd": {"momentum_buffer": SUM},
-    "psgd_pro": {"exp_avg": MEAN, "Q": None, "L": None},
-    # their averages are in eigenbases of their own
-    "rekls": _OF_SOAP,
-    "soap": _OF_SOAP,
-}
-"""What state means, by optimizer and key; the others have Muon's momentum only."""
-
 # adaptive Muon supports neither: its statistics need whole matrices and change while it computes
 _OF_MUON = {
     "muon": {"muon_max_ranks_per_matrix", "muon_overlap_dp_comm"},
@@ -100,14 +80,12 @@ for _name, _cls in (("muon", TensorParallelMuon), ("adaptive_muon", TensorParall
         state_layout="matrix_update",
         prefixes=_prefixes,
         consumes=_FACTORY_FIELDS | _OF_MUON[_name],
-        state_meanings=_MEANINGS.get(_name, _MOMENTUM),
     )
 # emerging-optimizers has `muon` and `adaptive_muon`, too; those above take precedence
 for _name in emerging_registry.get_optimizer_name_list():
     if not is_registered(_name):
         _cls = emerging_registry.get_optimizer_cls(_name)
         _is_muon = issubclass(_cls, Muon)
-        _is_orthogonalized = issubclass(_cls, OrthogonalizedOptimizer)
         register_optimizer(
             _name,
             _cls,
@@ -117,5 +95,4 @@ for _name in emerging_registry.get_optimizer_name_list():
             prefixes=(_name, "muon") if _is_muon else (_name,),
             consumes=_FACTORY_FIELDS if _is_muon else frozenset(),
             draws=_name in _DRAWS,
-            state_meanings=_MEANINGS.get(_name, _MOMENTUM if _is_orthogonalized else {}),
         )

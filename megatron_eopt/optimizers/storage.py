@@ -1,8 +1,7 @@
 """What a rank stores of the weights, and what updates it: one member of a chain."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,8 +36,8 @@ class Storage:
     loaded_groups: Sequence[Mapping[str, Any]] = ()
     """Parameter groups of the last checkpoint that was, or is being, loaded."""
 
-    decided: Mapping[str, Any] = MappingProxyType({})
-    """What a load in progress decided for each parameter before it read (``fsdp_dtensor``)."""
+    fresh: Collection[str] | None = None
+    """What starts fresh in a load in progress, if it was matched (``fsdp_dtensor``)."""
 
     twins: Sequence[Mapping[str, Any] | None] = ()
     """For each parameter group, the one of the last loaded checkpoint that it continues from."""

@@ -18,10 +18,11 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENT2
 from megatron_eopt.checkpoint.catalogue import Catalogue, read_catalogue
 from megatron_eopt.checkpoint.files import TRACKER, folder_name, read_tracker
+from megatron_eopt.checkpoint.groups import saved_steps
 from megatron_eopt.checkpoint.guard.files import check
 from megatron_eopt.checkpoint.guard.saves import whole
 from megatron_eopt.checkpoint.keys import Saved
-from megatron_eopt.checkpoint.saved_groups import optimizers_of, saved_groups, saved_steps
+from megatron_eopt.checkpoint.rule import optimizer_of
 
 _LOADS = {
     "torch": "at the same layout (--ckpt-format torch); to change it, load it there first and save "
@@ -99,16 +100,13 @@ def explain(path: str | Path) -> CheckpointSummary:
     summary, common = CheckpointSummary(str(folder), catalogue.form), catalogue.common
     _note_values(summary, catalogue)
     state = common.get("optimizer") or {}
-    summary.optimizers = sorted(map(str, optimizers_of(saved_groups(state)) - {None}))
+    summary.optimizers = sorted(set(filter(None, map(optimizer_of, catalogue.groups))))
     summary.step = saved_steps(state)
     args = common.get("args")
     iteration = common.get("iteration")
     summary.iteration = None if iteration is None else int(iteration)
     sizes = {short: getattr(args, name, None) for short, name in _SIZES.items()}
     summary.parallelism = {short: size for short, size in sizes.items() if size is not None}
-    main = getattr(args, "optimizer", None)
-    if main and main not in summary.optimizers:
-        summary.optimizers.insert(0, main)
     summary.loads = summary.loads or [_LOADS[summary.format]]
     return summary
 
@@ -145,17 +143,17 @@ def _note_values(summary: CheckpointSummary, catalogue: Catalogue) -> None:
     if catalogue.form == "torch_dist":
         of_matrices = sorted({value.kind or "" for value in tensors if value.of_matrix})
         slabs = max((value.slabs for value in tensors), default=0)
-        by_bucket = any(value.in_bucket for value in tensors) and not catalogue.bucket_boxes
+        by_bucket = bool(catalogue.in_buckets)
         summary.loads = list(_where_it_loads(of_matrices, slabs, by_bucket=by_bucket))
 
 
 def _where_it_loads(of_matrices: Sequence[str], slabs: int, *, by_bucket: bool) -> Iterator[str]:
     if by_bucket:
-        yield "at any tensor, pipeline and data parallelism, if stages are even; at the same EP"
+        yield "at any data parallelism, and the same TP, PP and EP; save it once to change them"
         return
     yield "at any tensor, pipeline, expert and data parallelism; not into Megatron-FSDP"
     kinds = " ".join(of_matrices)
-    hint = f"unless you reset them: --ckpt-allow-missing-optim-state {kinds}"
+    hint = "unless you reset them: --no-load-optim"
     if slabs:
         yield f"but {kinds} of tensor-parallel weights only at TP {slabs}, {hint}"
     # adaptive Muon's second moments load with either setting

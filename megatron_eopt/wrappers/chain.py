@@ -25,20 +25,16 @@ from torch import Tensor
 
 from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.errors import (
-    ConfigurationError,
     NonFiniteError,
     check_number,
 )
 from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.checkpoint import local_state, optimizer_state
-from megatron_eopt.checkpoint.buckets import BY_BUCKET
-from megatron_eopt.checkpoint.continuation import Policy
-from megatron_eopt.checkpoint.rank_files import load_rank_file, save_rank_file
-from megatron_eopt.checkpoint.saved_groups import check_state_dict
+from megatron_eopt.checkpoint.groups import check_state_dict
+from megatron_eopt.checkpoint.local_state import refuse_rank_files
 from megatron_eopt.config.settings import RunSettings, Settings
 from megatron_eopt.math import passes
 from megatron_eopt.optimizers.recorder import Recorder
-from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
 from megatron_eopt.optimizers.storage import Storage, named_gradients, rules_of
 from megatron_eopt.optimizers.update_rule import check_may_step, refuse_copy
 from megatron_eopt.qk_clip import remember
@@ -55,7 +51,6 @@ from megatron_eopt.wrappers.gradients import (
 )
 from megatron_eopt.wrappers.memory import Memory, memory_of
 from megatron_eopt.wrappers.overlap import Overlap
-from megatron_eopt.wrappers.zero1.optimizer import BUFFER_PARAMS
 
 _NORM_GROUPS: Sequence[str] = require_upstream("SEPARATE_GRAD_NORM_GROUPS")
 
@@ -79,7 +74,6 @@ class OptimizerChain(ChainedOptimizer):
         super().__init__(list(storages))
         self.settings = settings
         self.config = settings.original  # callers may change what steps read
-        self.policy = Policy.of(settings)
         # name of the main optimizer, if a configuration gives it
         self._main_optimizer = settings.optimizer if isinstance(settings, Settings) else None
         # one for all storages: megatron-core makes one for each optimizer
@@ -332,26 +326,15 @@ class OptimizerChain(ChainedOptimizer):
     ) -> Any:
         """Return what ``dist_checkpointing`` saves or loads; collective.
 
-        State is saved by parameter, so it loads at any layout. The exception is Adam alone in
-        Megatron's form ``dp_reshardable``, which saves it by bucket if it has one step count.
+        State is saved by parameter, so it loads at any layout. For a save, ``metadata`` says so
+        afterwards, because megatron-core's own optimizers load the form that it names.
 
         Raises:
             ConfigurationError: If a parameter is not in ``model_sharded_state_dict``.
         """
-        metadata = kwargs.get("metadata") or {}
-        # callers of older releases of megatron-core pass ``sharding_type``
-        form = kwargs.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
-        by_bucket = form == BY_BUCKET and self._is_unmixed
-        if by_bucket and not is_loading:
-            optimizer_state.prepare(self.chained_optimizers, is_loading=is_loading)
-            by_bucket = optimizer_state.count_alike(self.chained_optimizers)
-        if by_bucket and not is_loading:
-            # megatron-core writes this form itself; ``checkpoint/requests.py`` only reads it
-            state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
-            state[BUFFER_PARAMS] = optimizer_state.complete_buckets(
-                self.chained_optimizers, model_sharded_state_dict, state, self._main_optimizer
-            )
-            return state
+        form, metadata = "distrib_optim_sharding_type", kwargs.get("metadata")
+        if not is_loading and metadata is not None and form in metadata:
+            metadata[form] = "fully_reshardable"
         if self.is_stub_optimizer:
             return {}
         return optimizer_state.requested(
@@ -359,8 +342,6 @@ class OptimizerChain(ChainedOptimizer):
             model_sharded_state_dict,
             is_loading=is_loading,
             main_optimizer=self._main_optimizer,
-            policy=self.policy,
-            by_bucket=by_bucket,
             model_chunks=self._named_chunks,
         )
 
@@ -381,96 +362,22 @@ class OptimizerChain(ChainedOptimizer):
             raise_together(lambda: optimizer_state.check(state_dict))
             raise_together(lambda: optimizer_state.load(self.chained_optimizers, state_dict))
         elif self.is_sharded:
-            # groups alone: `load_parameter_state` reads the main weights, which decide
-            self._load_groups(state_dict)
-            return
+            raise refuse_rank_files("state_dict", "groups alone")
         else:
-            local_state.load(
-                self.chained_optimizers, state_dict, self.policy, names_in(self._named_chunks)
-            )
+            local_state.load(self.chained_optimizers, state_dict, names_in(self._named_chunks))
         optimizer_state.pack_loaded(self.chained_optimizers)
         # main weights decide: without copies, each rank has loaded its part of the model's weights
-        # only, and megatron-core's own state of rematerialized gate and up fits one size of group
+        # only
         if self.is_sharded or self.settings.half is not None:
             self.quantize_and_sync_model_params_from_main_params()
 
-    def _load_groups(self, state: Any) -> None:
-        raise_together(lambda: local_state.check_groups(state, is_enough=self._is_unmixed))
-        names = names_in(self._named_chunks)
-        raise_together(lambda: local_state.load_groups(self.chained_optimizers, state, names))
-
-    def save_state_dict_to_file(self, filename: str) -> None:
-        """Write this rank's state to a file, for checkpoints of format ``torch``."""
-        save_rank_file(filename, self.chained_optimizers, names_in(self._named_chunks))
-
-    def load_state_dict_from_file(self, filename: str) -> None:
-        """Load a file of :meth:`save_state_dict_to_file`, written at the same parallel layout.
-
-        Raises:
-            ConfigurationError: On every rank, if a file is missing, broken or of another layout.
-        """
-        load_rank_file(filename, self.chained_optimizers, names_in(self._named_chunks), self.policy)
-
     def save_parameter_state(self, filename: str) -> None:
-        """Write Adam's sharded state in the format of megatron-core's distributed optimizer.
+        """Raise a ConfigurationError, because format ``torch`` cannot hold sharded state."""
+        raise refuse_rank_files("save_parameter_state", filename)
 
-        Raises:
-            ConfigurationError: If the optimizer is not Adam alone, its state is not sharded, or
-                parameters have different step counts, for which the format has no place.
-        """
-        self._refuse_but_fragments_of_adam("save_parameter_state")
-        optimizer_state.prepare(self.chained_optimizers, is_loading=False)
-        if not optimizer_state.count_alike(self.chained_optimizers):
-            rule = "stores one step count, but some parameters have done fewer steps than others"
-            hint = "Use sharded_state_dict (--ckpt-format torch_dist) or save_state_dict_to_file"
-            raise ConfigurationError("save_parameter_state", filename, rule, hint)
-        super().save_parameter_state(filename)
-
-    @torch.no_grad()
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Load what ``save_parameter_state`` wrote; megatron-core fills state that exists.
-
-        Raises:
-            ConfigurationError: If the optimizer is not Adam alone, or its state is not sharded.
-        """
-        self._refuse_but_fragments_of_adam("load_parameter_state")
-        if not update_legacy_format:
-            raise_together(lambda: self._check_buffers(filename))
-        optimizer_state.prepare(self.chained_optimizers, is_loading=True)
-        super().load_parameter_state(filename, update_legacy_format=update_legacy_format)
-        optimizer_state.pack_loaded(self.chained_optimizers)
-        self.quantize_and_sync_model_params_from_main_params()
-
-    def _check_buffers(self, filename: str) -> None:
-        """Raise a ConfigurationError if a file has the state of other parameters."""
-        # only these ranks read the file, as in megatron-core's ``load_parameter_state``
-        first = [o for o in self.chained_optimizers if o.data_parallel_group.rank() == 0]
-        if not first:
-            return
-        # only the names are read; mapped tensors stay in the file
-        saved: Any = torch.load(filename, mmap=True, weights_only=True)
-        parts = saved if isinstance(saved, list) else [saved]
-        for optimizer, part in zip(self.chained_optimizers, parts, strict=True):
-            names = (part or {}).get(BUFFER_PARAMS, optimizer.buffer_params)
-            if names != optimizer.buffer_params:
-                other = sorted({*names} ^ {*optimizer.buffer_params})
-                rule = "has the state of other parameters, or in another order"
-                hint = "Resume with the model of the run that wrote it, or with --no-load-optim"
-                raise ConfigurationError("load_parameter_state", other or filename, rule, hint)
-
-    def _refuse_but_fragments_of_adam(self, method: str) -> None:
-        if not self._is_unmixed:
-            rule = "supports only the sharded state of Adam without other optimizers"
-            hint = "Use sharded_state_dict, or save_state_dict_to_file and its counterpart"
-            raise ConfigurationError(method, type(self).__name__, rule, hint)
-
-    @property
-    def _is_unmixed(self) -> bool:
-        """Whether state can be saved by bucket, as megatron-core's distributed optimizer does."""
-        return all(
-            item.in_buffers and not isinstance(item.optimizer, ShardedOptimizer)
-            for item in self.chained_optimizers
-        )
+        """Raise a ConfigurationError, because format ``torch`` cannot hold sharded state."""
+        raise refuse_rank_files("load_parameter_state", filename)
 
     def _refuse(self, norms: Sequence[GradNorm]) -> None:
         self.skipped_steps += 1

@@ -29,7 +29,6 @@ from megatron_eopt.base.agreement import (
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import Int64Array, TpModeT
 from megatron_eopt.base.place import refuse_part, whole_shape
-from megatron_eopt.checkpoint.continuation import Policy
 from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.config.arguments import arguments_of
 from megatron_eopt.config.checks import refuse_for_dtensors
@@ -326,7 +325,6 @@ def build_routed(
             update_rule.is_clipped = spec.is_clipped
             served.append((update_rule, places))
     optimizer = cls(groups, served, routing.names)
-    optimizer.policy = Policy.of(settings)
     return optimizer
 
 

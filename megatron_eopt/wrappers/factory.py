@@ -20,6 +20,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import CAUTIOUS_DECAY
 from megatron_eopt.base.place import refuse_part
 from megatron_eopt.base.upstream import find_upstream, require_upstream
+from megatron_eopt.checkpoint.local_state import refuse_rank_files
 from megatron_eopt.config.checks import check_alike, refuse_for_matrices
 from megatron_eopt.config.registry import (
     Overrides,
@@ -118,7 +119,10 @@ def get_megatron_optimizer(
         take_attributes(chunk.parameters())
     with megatron_fsdp.whole_parameters(cut):
         routing = route_model(settings, model_chunks, config_overrides)
-    if _is_megatron_cores(settings, routing, model_chunks):
+    is_alone = settings.is_standard and not routing.optimizers - {settings.optimizer}
+    if settings.in_rank_files and not is_alone:
+        raise refuse_rank_files("--ckpt-format", "torch")
+    if is_alone and (settings.in_rank_files or _is_megatron_cores(settings, model_chunks)):
         raise_together(lambda: _refuse_off_loading_on_cpu(settings, routing))
         if settings.config.cautious_weight_decay:
             rule = "is not supported in modes that only megatron-core's own Adam has"
@@ -182,10 +186,8 @@ def _settings(config: Any, model_chunks: Sequence[Any], *, of_dtensors: bool) ->
     return settings
 
 
-def _is_megatron_cores(settings: Settings, routing: Routing, model_chunks: Sequence[Any]) -> bool:
+def _is_megatron_cores(settings: Settings, model_chunks: Sequence[Any]) -> bool:
     """Return whether Adam or SGD alone uses a mode that only megatron-core's optimizer supports."""
-    if not settings.is_standard or routing.optimizers - {settings.optimizer}:
-        return False
     modules = megatron_fsdp.fsdp_modules(model_chunks)
     has_no_scaler = settings.half == "fp16" and is_megatron_fsdp(model_chunks)
     is_refused = has_no_scaler or any(megatron_fsdp.faults(modules))

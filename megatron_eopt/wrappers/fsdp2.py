@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from megatron.core.optimizer.optimizer_config import (
     OptimizerConfig,
     ParamKey,
@@ -14,13 +13,11 @@ from megatron.core.optimizer.optimizer_config import (
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import is_rank_0, raise_together, unconnected_processes
-from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
-from megatron_eopt.base.names import MOMENTUM, OUTPUT_ATTRIBUTE
+from megatron_eopt.base.errors import ConfigurationTypeError
+from megatron_eopt.base.names import OUTPUT_ATTRIBUTE
 from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
-from megatron_eopt.checkpoint.saved_groups import writers_of
 from megatron_eopt.config.arguments import arguments_of
 from megatron_eopt.config.checks import check_alike
 from megatron_eopt.config.fields import FieldType
@@ -46,8 +43,7 @@ from megatron_eopt.routing.parameters import (
     trainable_parameters,
 )
 from megatron_eopt.routing.places import places_in
-from megatron_eopt.routing.plain_names import match_names, plain_paths
-from megatron_eopt.storage.local_tensors import local_of, part_of
+from megatron_eopt.routing.plain_names import plain_paths
 from megatron_eopt.storage.units import take_attributes
 from megatron_eopt.wrappers import megatron_fsdp, megatron_fsdp_v2
 from megatron_eopt.wrappers.dtensors import build_routed, check_parameters, settings_for_dtensors
@@ -219,77 +215,3 @@ def _refuse_sparse(model: nn.Module) -> None:
         is_sparse = isinstance(module, tables()) and getattr(module, "sparse", False)
         if is_sparse and any(param.requires_grad for param in module.parameters()):
             raise sparse_gradient(f"{paths[path]}.sparse".lstrip("."), True)
-
-
-@torch.no_grad()
-def import_torch_muon(
-    optimizer: DTensorOptimizer, state_dict: Mapping[str, Any], params: Sequence[str] | None = None
-) -> None:
-    """Continue a ``torch.optim.Muon`` run: copy the momenta of its state dict into an optimizer.
-
-    Both optimizers keep the same moving average of gradients, so the values need no conversion.
-    Learning rate, momentum and other settings come from your configuration, not from the state
-    dict. All ranks must call this function together.
-
-    Args:
-        optimizer: What ``build_optimizer`` returned. Its momenta are overwritten.
-        state_dict: From ``torch.optim.Muon.state_dict()`` or torch's ``get_optimizer_state_dict``.
-            Each momentum has the shape of its unsharded parameter, as a plain tensor or a DTensor.
-        params: Parameter names in the order in which ``torch.optim.Muon`` got the parameters.
-            Needed if the state dict itself has no names.
-
-    Raises:
-        ConfigurationError: If another class wrote the state dict, a name is unknown, or a momentum
-            is missing or has another shape.
-    """
-    names = read_value("params", params, _NAMES._replace(optional=True))
-    for group in state_dict["param_groups"]:
-        if (writers := writers_of(group)) != ("torch.optim.Muon",):
-            rule = f"must be of torch.optim.Muon, but its settings are those of {writers[0]}"
-            hint = "Load it with load_state_dict, which continues from what means the same"
-            raise ConfigurationError("state_dict", sorted(map(str, group)), rule, hint)
-    momenta = _momenta_by_name(state_dict, names)
-    # momentum may be stored with 8 or 16 bits between steps; ``pack`` below restores that form
-    optimizer.unpack()
-    targets = {
-        name: (param, optimizer.state[param][MOMENTUM])
-        for param, name in optimizer.names.items()
-        if MOMENTUM in optimizer.state[param] and param.dim() > 1
-    }
-    names = match_names(targets, momenta)
-    if odd := sorted(momenta.keys() - set(names.values())):
-        rule = "these parameters have no momentum in this optimizer"
-        raise ConfigurationError("state_dict", odd[:8], rule, "Correct the names, or choose Muon")
-    if missing := sorted(targets.keys() - names.keys()):
-        rule = "the state dict lacks the momentum of these parameters"
-        hint = "Choose another optimizer for them with config_overrides"
-        raise ConfigurationError("state_dict", missing[:8], rule, hint)
-    for name, (param, target) in targets.items():
-        value = momenta[names[name]]
-        if value.shape != param.shape:
-            rule = f"the momentum must have the shape of the parameter, {tuple(param.shape)}"
-            raise ConfigurationError(name, tuple(value.shape), rule, "Load a run of this model")
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
-        # every rank has the full tensor, so taking its own shard needs no communication
-        local_of(target).copy_(part_of(param, value))
-    optimizer.pack()
-
-
-def _momenta_by_name(
-    state_dict: Mapping[str, Any], params: Sequence[str] | None
-) -> dict[str, Tensor]:
-    groups = state_dict["param_groups"]
-    order = [key for group in groups for key in group["params"]]
-    own = [name for group in groups for name in group.get("param_names", ())]
-    names = params or own or order
-    if len(names) != len(order) or not all(isinstance(name, str) for name in names):
-        rule = f"must name the {len(order)} parameters of the state dict, in their order"
-        hint = "Pass the names of the parameters that torch.optim.Muon was given"
-        raise ConfigurationError("params", params, rule, hint)
-    state = state_dict["state"]
-    return {
-        name: state[key][MOMENTUM]
-        for name, key in zip(names, order, strict=True)
-        if MOMENTUM in state.get(key, ())
-    }

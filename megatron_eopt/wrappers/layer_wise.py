@@ -11,6 +11,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron_eopt import qk_clip
 from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.errors import ConfigurationTypeError
+from megatron_eopt.checkpoint.local_state import refuse_rank_files
 from megatron_eopt.config.checks import check_alike
 from megatron_eopt.config.settings import RunSettings, resolve_run
 from megatron_eopt.optimizers.update_rule import refuse_group, refuse_state
@@ -115,6 +116,14 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
         self.quantize_and_sync_model_params_from_main_params()
 
     broadcast_params = allgather_params  # megatron-core also uses this name
+
+    def save_state_dict_to_file(self, filename: str) -> None:
+        """Raise a ConfigurationError, because format ``torch`` cannot hold sharded state."""
+        raise refuse_rank_files("save_state_dict_to_file", filename)
+
+    def load_state_dict_from_file(self, filename: str) -> None:
+        """Raise a ConfigurationError, because format ``torch`` cannot hold sharded state."""
+        raise refuse_rank_files("load_state_dict_from_file", filename)
 
 
 def _bases(

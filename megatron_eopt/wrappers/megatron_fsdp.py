@@ -20,7 +20,7 @@ from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.base.upstream import find_upstream, require_upstream
 from megatron_eopt.checkpoint import fsdp_dtensor, optimizer_state
 from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
-from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER
+from megatron_eopt.checkpoint.groups import BY_PARAMETER
 from megatron_eopt.storage.local_tensors import local_of, shard_like
 from megatron_eopt.wrappers.builders import OF_DDP, OptimizerBuildContext, is_megatron_fsdp
 from megatron_eopt.wrappers.chain import OptimizerChain

@@ -7,9 +7,7 @@ _MUON = "--optimizer muon --use-distributed-optimizer".split()
 
 FORMATS = {
     "torch_dist": _MUON,
-    "torch": [*_MUON, "--ckpt-format", "torch"],
-    "torch, TP": "--optimizer muon --ckpt-format torch --tensor-model-parallel-size 2".split(),
-    "torch, Adam": "--use-distributed-optimizer --ckpt-format torch".split(),
+    "torch": "--optimizer muon --ckpt-format torch --tensor-model-parallel-size 2".split(),
     "fsdp_dtensor": [*_MUON, "--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", *_OF_FSDP],
 }
 

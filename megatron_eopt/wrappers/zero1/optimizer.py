@@ -1,6 +1,6 @@
 """Megatron's distributed optimizer over fragments of its flat buffers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,15 +9,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megatron_eopt.base.address import address_of
-from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE, MAIN_OF_SHARDED, MOMENTUM, STEP
+from megatron_eopt.base.names import MAIN_OF_SHARDED, STEP
 from megatron_eopt.base.place import remat_size
 from megatron_eopt.optimizers.storage import Storage
 from megatron_eopt.storage.interface import gather_buckets
 from megatron_eopt.storage.shard import ParamShard
 from megatron_eopt.wrappers.zero1.all_reduced import AllReducedBuffer
-
-BUFFER_PARAMS = "buffer_params"
-"""Key of the names of a buffer's parameters in saved state of whole buffers."""
 
 
 class Zero1Optimizer(Storage, DistributedOptimizer):
@@ -186,47 +183,3 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
         # from the bucket, not from the parameter: the all-gather sends this range of the bucket
         data: Tensor = self.buffers[buffer].buckets[bucket].param_data
         return data.view(-1)[own_range.start : own_range.end]
-
-    @property
-    def buffer_params(self) -> list[str]:
-        """Names and shapes of the parameters in the buffers, in order."""
-        params = [param for buffer in self.buffers for param in buffer.params]
-        return [f"{getattr(p, GLOBAL_NAME_ATTRIBUTE, '')} {tuple(p.shape)}" for p in params]
-
-    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of whole buffers, with the names of their parameters."""
-        state = super().get_parameter_state_dp_zero(*args, **kwargs)
-        return state and {**state, BUFFER_PARAMS: self.buffer_params}
-
-    def get_parameter_state_dp_reshardable(self) -> Any:
-        """Return the fragments by bucket, padding empty buckets, for which megatron-core raises."""
-        state = super().get_parameter_state_dp_reshardable()
-        for number in range(len(self.buffers)):
-            for buckets in state[number].values():
-                for fragments in buckets:
-                    if not fragments:
-                        nothing = {"gbuf_local_start": 0, "gbuf_local_end": 0, "padding": True}
-                        fragments.append(nothing)
-        return state
-
-    def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Any]:
-        tensors = super()._get_main_param_and_optimizer_states(model_param)
-        # torch's counters of shape () are no fragments; groups have the common count
-        return {kind: value for kind, value in tensors.items() if kind != STEP}
-
-    def _set_main_param_and_optimizer_states(
-        self, model_param: Tensor, tensors: Mapping[str, Any]
-    ) -> None:
-        # the base class needs all state tensors, including torch's step counters
-        own = super()._get_main_param_and_optimizer_states(model_param)
-        tensors = {**own, **tensors}
-        super()._set_main_param_and_optimizer_states(model_param, tensors)
-
-    @property
-    def optimizer_state_keys(self) -> tuple[str, ...]:
-        """The kinds of state that have one element for each element of the weight."""
-        if isinstance(self.optimizer, torch.optim.SGD):
-            has_momentum = any(group["momentum"] for group in self.optimizer.param_groups)
-            return (MOMENTUM,) if has_momentum else ()
-        keys: tuple[str, ...] = super().optimizer_state_keys
-        return keys

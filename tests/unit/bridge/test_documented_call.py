@@ -103,10 +103,10 @@ def test_one_chunk_without_a_list_and_overrides_that_may_be_none():
     assert run_ranks(1, _one_chunk_and_no_overrides) == [{0.0, 1.0}]
 
 
-def _sharded(chunk: Any, optimizer: Any, form: str, is_loading: bool) -> dict[str, Any]:
+def _sharded(chunk: Any, optimizer: Any, is_loading: bool) -> dict[str, Any]:
     """As the Bridge builds a state dict, with its metadata."""
     metadata = {
-        "distrib_optim_sharding_type": form,
+        "distrib_optim_sharding_type": "dp_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
@@ -119,14 +119,14 @@ def _sharded(chunk: Any, optimizer: Any, form: str, is_loading: bool) -> dict[st
     return state
 
 
-def _save_and_resume(folder: str, form: str) -> None:
+def _save_and_resume(folder: str) -> None:
     initialize_megatron()
     _, chunk, optimizer = _as_the_bridge_sets_up()
     scheduler_of(optimizer).step(2)
     _steps(chunk, optimizer, 0, 2)
     optimizer.prepare_model_params_for_param_sync()
     chunk.disable_forward_pre_hook(param_sync=True)
-    dist_checkpointing.save(_sharded(chunk, optimizer, form, False), folder)
+    dist_checkpointing.save(_sharded(chunk, optimizer, False), folder)
     chunk.enable_forward_pre_hook()
     went_on = _steps(chunk, optimizer, 2, 4)
 
@@ -134,15 +134,14 @@ def _save_and_resume(folder: str, form: str) -> None:
     scheduler_of(resumed).step(2)
     for param in fresh.parameters():
         param.data.zero_()
-    loaded = dist_checkpointing.load(_sharded(fresh, resumed, form, True), folder)
+    loaded = dist_checkpointing.load(_sharded(fresh, resumed, True), folder)
     fresh.load_state_dict(loaded["model"], strict=False)
     resumed.load_state_dict(loaded["optimizer"])
     assert _steps(fresh, resumed, 2, 4) == went_on
 
 
-@pytest.mark.parametrize("form", ["fully_reshardable", "dp_reshardable"])
-def test_resuming_equals_not_stopping(tmp_path, form):
-    run_ranks(2, _save_and_resume, str(tmp_path), form)
+def test_resuming_equals_not_stopping(tmp_path):
+    run_ranks(2, _save_and_resume, str(tmp_path))
 
 
 def test_layer_wise_storage_tells_the_bridge_how_to_wrap_the_model():

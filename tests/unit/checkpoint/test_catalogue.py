@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.checkpoint.catalogue import Catalogue, Saved, by_key, read_catalogue
-from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER
+from megatron_eopt.checkpoint.groups import BY_PARAMETER
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,11 @@ def test_state_of_parameters_and_in_buckets_are_told_apart():
             (None, "model", False),
             ("exp_avg_sq", "all", True),
             (None, "rest", True),
-            (None, "buffer_params.0.x", False),
         ]
     }
     catalogue = Catalogue("torch_dist", values)
     assert catalogue.state == {"w": {"exp_avg": values["w"]}}
     assert catalogue.in_buckets == {"exp_avg_sq"}
-    assert catalogue.bucket_names == {"buffer_params.0.x"}
     assert catalogue.shapes == dict.fromkeys(values)
     assert Catalogue("torch", {}, {"optimizer": {"param_groups": []}}).groups is not None
 
@@ -85,7 +83,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
 @pytest.mark.parametrize("form", [None, "own"])
 @pytest.mark.parametrize("groups", [False, True])
 def test_torchs_own_format(tmp_path, form, groups):
-    settings = {"w": {"momentum": 0.5, "lr": 0.1, "optimizer": "muon"}}
+    settings = {"w": {"maximize": True, "lr": 0.1, "optimizer": "muon"}}
     args = SimpleNamespace(**({"ckpt_format": form} if form else {}))
     torch.serialization.add_safe_globals([SimpleNamespace])
     checkpoint.save(
@@ -138,4 +136,4 @@ def test_megatron_cores_format(tmp_path):
         "rng": Saved(None, "rng"),
     }
     assert not catalogue.settings
-    assert not catalogue.bucket_boxes
+    assert not catalogue.bucket_common

@@ -93,11 +93,8 @@ def test_settings_go_with_what_overrides_say_now(form):
 
 MODEL = {"layers": 3, "hidden": 16, "heads": 2, "vocabulary": 32}
 FORMS = {
-    "torch_dist": ("fully_reshardable", {}),
-    "replicated torch_dist": ("fully_reshardable", PLAIN),
-    "buckets": ("dp_reshardable", {}),
-    "rank files": ("rank files", {}),
-    "state_dict": ("state_dict", {}),
+    "sharded": ("torch_dist", {}),
+    "replicated": ("torch_dist", PLAIN),
     "replicated state_dict": ("state_dict", PLAIN),
 }
 

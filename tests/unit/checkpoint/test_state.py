@@ -1,6 +1,5 @@
 """Programs without the trainer: save, and load at other layouts and into other optimizers."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.checkpoint.groups import adopt, steps_of
 from megatron_eopt.checkpoint.keys import split_key, tensors
-from megatron_eopt.checkpoint.saved_groups import adopt
 from megatron_eopt.routing.groups import GROUP_ID
 from megatron_eopt.testing.scene import forget_megatron
 from tests.functional.saved_states import differing, tensors_in
@@ -23,7 +21,6 @@ from tests.harness.log import listening
 from tests.unit.storage.full_state import (
     Case,
     build,
-    counts_of,
     full_state,
     resume,
     save_one,
@@ -81,11 +78,11 @@ def test_all_ranks_compute_with_the_parameters_of_the_checkpoint(tmp_path):
         assert not other
 
 
-def outcome_of(case: Case, folder: str, options: dict[str, Any]) -> tuple[str, str, float]:
+def outcome_of(case: Case, folder: str) -> tuple[str, str, float]:
     """Load; return the error, what was logged, and the largest momentum."""
     with listening() as lines:
         try:
-            _, optimizer = resume(case, folder, **options)
+            _, optimizer = resume(case, folder)
         except ValueError as error:
             return f"{type(error).__name__}: {error}", "", 0.0
     states = [s for child in optimizer.chained_optimizers for s in child.optimizer.state.values()]
@@ -93,18 +90,17 @@ def outcome_of(case: Case, folder: str, options: dict[str, Any]) -> tuple[str, s
     return "", "\n".join(lines), float(max(momenta, default=torch.tensor(0.0)))
 
 
-def outcome(world: int, case: Case, folder: Path, **options: Any) -> tuple[str, str, float]:
+def outcome(world: int, case: Case, folder: Path) -> tuple[str, str, float]:
     """Return the error of loading, the same on all ranks, and rank 0's log and momentum."""
-    results = run_ranks(world, outcome_of, case, str(folder), options)
+    results = run_ranks(world, outcome_of, case, str(folder))
     assert len({error for error, _, _ in results}) == 1
     return results[0]
 
 
-def test_buckets_without_a_step_are_loaded(tmp_path):
+def test_state_without_a_step_is_loaded(tmp_path):
     # the first steps may all be skipped, until the loss scale fits
-    case = Case("adam", BF16, form="dp_reshardable")
-    run_ranks(2, save_one, case, str(tmp_path), 0)
-    assert outcome(2, case, tmp_path)[:2] == ("", "")
+    run_ranks(2, save_one, Case("adam", BF16), str(tmp_path), 0)
+    assert outcome(2, Case("adam", BF16), tmp_path)[:2] == ("", "")
 
 
 def moments(state: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
@@ -114,54 +110,28 @@ def moments(state: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("storage", "stock"),
+    ("storage", "form"),
     [
-        ({}, True),
-        (REPLICATED, False),
-        pytest.param({}, False, marks=pytest.mark.long),
-        pytest.param(REPLICATED, True, marks=pytest.mark.long),
+        ({}, "dp_reshardable"),
+        ({}, "fully_reshardable"),
+        pytest.param(REPLICATED, "fully_reshardable", marks=pytest.mark.long),
     ],
-    ids=["sharded of megatron-core", "plain", "sharded", "plain of megatron-core"],
+    ids=["sharded, by bucket", "sharded", "plain"],
 )
-def test_a_checkpoint_of_adam_loads_into_muon_and_back(tmp_path, storage, stock):
+def test_a_checkpoint_of_megatron_cores_adam_loads_into_muon(tmp_path, storage, form):
     muon = Case("muon", BF16, **storage)
-    adam = replace(muon, optimizer="adam", stock=stock)
+    adam = replace(muon, optimizer="adam", stock=True, form=form)
     saved = run_ranks(2, save_one, adam, str(tmp_path))[0]
     error, log, momentum = outcome(2, muon, tmp_path)
     assert (error, momentum) == ("", 0.0)
-    assert "momentum_buffer starts fresh (the checkpoint has: exp_avg, exp_avg_sq)" in log
-    says_so = replace(muon, config={**muon.config, "checkpoint_momentum_from_adam": True})
-    for case, options in ((muon, {"momentum_from_adam": True}), (says_so, {})):
-        found = run_ranks(2, resumed, case, str(tmp_path), options)[0]
-        momenta = moments(found, "momentum_buffer")
-        assert len(momenta) > 3
-        for name, value in momenta.items():
-            assert torch.equal(value, moments(saved, "exp_avg")[name]), name
-        # what remains Adam's goes on
-        kept = moments(found, "exp_avg_sq")
+    assert "starts fresh for muon: the checkpoint's is of adam" in log
+    # what remains Adam's goes on
+    found = run_ranks(2, resumed, muon, str(tmp_path))[0]
+    for kind in ("exp_avg", "exp_avg_sq"):
+        kept = moments(found, kind)
         assert any("output_layer" in name for name in kept)
         for name, value in kept.items():
-            assert torch.equal(value, moments(saved, "exp_avg_sq")[name]), name
-    back = tmp_path / "muon"
-    run_ranks(2, save_one, muon, str(back))
-    error, log, _ = outcome(2, replace(adam, stock=False), back)
-    assert error == ""
-    assert "exp_avg starts fresh (the checkpoint has: momentum_buffer)" in log
-
-
-def test_buckets_of_adam_are_left_to_muon(tmp_path):
-    adam = Case("adam", MOE, {"ep": 2}, form="dp_reshardable")
-    run_ranks(2, save_one, adam, str(tmp_path))
-    for case in (replace(adam, optimizer="muon"), replace(adam, optimizer="lion")):
-        assert outcome(2, case, tmp_path, momentum_from_adam=True)[0] == ""
-    # where buckets of the same names are no state of these parameters
-    other = replace(adam, optimizer="muon", parallel={})
-    assert outcome(2, other, tmp_path, momentum_from_adam=True)[0] == ""
-    stocks = tmp_path / "stock"
-    run_ranks(2, save_one, replace(adam, stock=True), str(stocks))
-    error, _, _ = outcome(2, other, stocks)
-    # the cause comes first, before any list of parameters
-    assert error.partition("checkpoint=")[2].startswith("'dp_reshardable': this form of Adam's")
+            assert torch.equal(value, moments(saved, kind)[name]), name
 
 
 def save_by_place(case: Case, folder: str) -> dict[str, Any]:
@@ -175,21 +145,24 @@ def save_by_place(case: Case, folder: str) -> dict[str, Any]:
     return tensors_in(Path(folder))
 
 
-def resumed(case: Case, folder: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    return full_state(case, *resume(case, folder, **(options or {})))
+def resumed(case: Case, folder: str) -> dict[str, Any]:
+    return full_state(case, *resume(case, folder))
 
 
-@pytest.mark.parametrize("after", [Case("muon", BF16), Case("adam", BF16, **REPLICATED)])
-def test_places_in_a_chain_of_megatrons_do_not_matter(tmp_path, after):
-    before = Case("muon", BF16, **REPLICATED, stock=True)
-    saved = run_ranks(2, save_by_place, before, str(tmp_path))[0]
-    found = run_ranks(2, resumed, after, str(tmp_path))[0]
-    kinds = ("momentum_buffer",) if after.optimizer == "muon" else ()
-    for kind in ("exp_avg", "exp_avg_sq", *kinds):
-        taken = [name for name in moments(saved, kind) if name in moments(found, kind)]
-        assert taken
-        for name in taken:
-            assert torch.equal(moments(saved, kind)[name], moments(found, kind)[name]), name
+def test_places_in_a_chain_of_megatrons_do_not_matter(tmp_path):
+    # megatron-core's Muon also updates learned position embeddings
+    ours = Case("muon", {**BF16, "position_embedding": "rope"})
+    stock = replace(ours, **REPLICATED, stock=True)
+    saved = run_ranks(2, save_by_place, stock, str(tmp_path))[0]
+    found = run_ranks(2, resumed, ours, str(tmp_path))[0]
+    for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+        its = moments(found, kind)
+        assert its.keys() == moments(saved, kind).keys()
+        assert all(torch.equal(value, its[name]) for name, value in moments(saved, kind).items())
+    # no argument of the trainer tells Adam who wrote the momentum
+    error, _, _ = outcome(2, replace(ours, optimizer="adam"), tmp_path)
+    assert "settings ['momentum']" in error
+    assert "was written by an optimizer that the checkpoint does not tell" in error
 
 
 NAMO = {"adaptive_muon_moment2_method": "namo"}
@@ -197,17 +170,22 @@ HEADS = {"muon_split_per_head": True}
 WHOLE = {"muon_split_qkv": False, "muon_split_gated": False}
 
 
-@pytest.mark.parametrize(("before", "after"), [({}, HEADS), (WHOLE, {})])
-def test_a_matrix_gets_no_state_of_another_one(tmp_path, before, after):
-    # whose shape says nothing: it is one number
-    run_ranks(1, save_one, Case("adaptive_muon", DENSE, config=NAMO | before), str(tmp_path))
-    case = Case("adaptive_muon", DENSE, config=NAMO | after)
-    error, _, _ = outcome(1, case, tmp_path)
-    assert "linear_qkv" in error
-    assert "--ckpt-allow-missing-optim-state moment2_buffer" in error
-    error, _, momentum = outcome(1, case, tmp_path, fresh=["moment2_buffer"])
-    assert error == ""
-    assert momentum > 0
+@pytest.mark.parametrize(
+    ("optimizer", "shared", "before", "after"),
+    [
+        # a state whose shape says nothing: it is one number
+        ("adaptive_muon", NAMO, {}, HEADS),
+        ("adaptive_muon", NAMO, WHOLE, {}),
+        # the right factors of a fused weight and of its first part have the same shape
+        ("soap", {}, {}, WHOLE),
+    ],
+)
+def test_a_matrix_gets_no_state_of_another_one(tmp_path, optimizer, shared, before, after):
+    run_ranks(2, save_one, Case(optimizer, DENSE, config=shared | before), str(tmp_path))
+    error, _, _ = outcome(2, Case(optimizer, DENSE, config=shared | after), tmp_path)
+    assert "linear_" in error
+    assert "is of other matrices" in error
+    assert "must have all state of the same optimizer" in error
 
 
 def alike(case: Case, folder: str) -> None:
@@ -227,29 +205,9 @@ def test_main_weights_of_16_bits_are_those_of_all_ranks_in_float32(tmp_path):
 
 def test_state_of_parameters_that_are_frozen_now_is_left_out(tmp_path):
     run_ranks(2, save_one, Case("muon", BF16), str(tmp_path))
-    assert outcome(2, replace(Case("muon", BF16), frozen="linear_fc1"), tmp_path)[0] == ""
-
-
-def other_matrices(writes: Case, reads: Case, folder: str) -> str:
-    """Load where fused weights are split otherwise; return what is to start fresh, and do so."""
-    save_one(writes, folder)
-    forget_megatron()
-    with pytest.raises(ConfigurationError) as error:
-        resume(reads, folder)
-    named = re.search(r"--ckpt-allow-missing-optim-state (.*) \(", str(error.value))
-    assert named is not None
-    forget_megatron()
-    chunk, optimizer = resume(reads, folder, fresh=named[1].split())
-    steps(reads, chunk, optimizer, 2, 3)
-    return named[1]
-
-
-def test_no_state_is_taken_from_another_matrix_of_the_same_name(tmp_path):
-    # the right factors of a fused weight and of its first part have the same shape, and averages,
-    # which are there for every element, are in the basis of one matrix
-    cases = (Case("soap", DENSE, config=config) for config in ({}, WHOLE))
-    for named in run_ranks(2, other_matrices, *cases, str(tmp_path)):
-        assert named == "L Q_L Q_R R exp_avg exp_avg_sq"
+    error, log, _ = outcome(2, replace(Case("muon", BF16), frozen="linear_fc1"), tmp_path)
+    assert not error
+    assert "linear_fc1.weight: is left out" in log
 
 
 def _made(is_loading: bool) -> tuple[int, int]:
@@ -310,48 +268,26 @@ def test_the_model_gets_the_main_weights_when_asked():
 def test_how_torch_computes_is_not_a_matter_of_checkpoints():
     """A checkpoint of megatron-core's Adam says ``fused=None``: counts would move to the host."""
     ours = {GROUP_ID: "adam", "fused": True, "capturable": False, "eps": 1e-8}
-    adopt(ours, [{GROUP_ID: "adam", "fused": None, "capturable": True, "eps": 1e-6}])
+    adopt([ours], [{GROUP_ID: "adam", "fused": None, "capturable": True, "eps": 1e-6}])
     assert ours == {GROUP_ID: "adam", "fused": True, "capturable": False, "eps": 1e-6}
 
 
-def without_a_value(case: Case, folder: str) -> str:
-    """Load what lacks one requested value, as after a load that skips missing keys."""
-
-    def read(state: Any, folder: str) -> Any:
-        loaded = dist_checkpointing.load(state, folder)
-        values = loaded["optimizer"]["param_state"]["values"]
-        values.pop(max(values, key=int))
-        return loaded
-
-    with pytest.raises(ConfigurationError) as error:
-        resume(case, folder, read)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("ddp", [PLAIN, {}], ids=["plain", "sharded"])
-def test_state_that_was_asked_for_and_not_loaded_is_named(tmp_path, ddp):
-    case = Case("muon", DENSE, ddp=ddp)
-    run_ranks(1, save_one, case, str(tmp_path))
-    (said,) = run_ranks(1, without_a_value, case, str(tmp_path))
-    assert "must hold this state of the optimizer, but does not" in said
-
-
-def counts_with_maxima(case: Case, folder: str) -> set[int]:
-    def keep_maxima(optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            group["amsgrad"] = True
-
-    chunk, optimizer = resume(case, folder, adjust=keep_maxima)
-    assert {"max_exp_avg_sq"} <= {key for m in optimizer.chained_optimizers for key in kinds_of(m)}
-    return set(counts_of(chunk, optimizer).values())
-
-
-def kinds_of(member: Any) -> set[str]:
-    return {key for state in member.optimizer.state.values() for key in state}
-
-
-def test_a_maximum_that_starts_fresh_leaves_the_count_of_steps(tmp_path):
-    case = Case("adam", config={"ckpt_allow_missing_optim_state": ("max_exp_avg_sq",)}, ddp=PLAIN)
-    case = replace(case, config=case.config | PLAIN)
-    run_ranks(1, save_one, case, str(tmp_path))
-    assert run_ranks(1, counts_with_maxima, case, str(tmp_path)) == [{2}]
+@pytest.mark.parametrize(
+    ("groups", "steps"),
+    [
+        # of several groups, the largest count
+        (["muon/dense/a", "muon/dense/b"], 5),
+        (["muon/dense/b"], 3),
+        # a group that continues none counts as others of its optimizer
+        (["adam/dense/new"], 7),
+        (["sgd/dense/new"], 9),
+    ],
+)
+def test_groups_go_on_with_the_steps_of_those_that_they_continue(groups, steps):
+    saved = [
+        {GROUP_ID: "muon/dense/a", "params": [], "step": 5},
+        {GROUP_ID: "muon/dense/b", "params": [], "step": 3},
+        {"optimizer": "adam", "params": [], "wd_mult": 0.0, "step": 7},
+    ]
+    own = [{GROUP_ID: name, "params": [], "wd_mult": 1.0} for name in groups]
+    assert steps_of(own, saved, 9) == steps

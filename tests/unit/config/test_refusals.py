@@ -291,7 +291,6 @@ OF_THE_RUN = {
     "fp8_recipe": "delayed",
     "timers": "null",
     "config_logger_dir": "logs",
-    "ckpt_allow_missing_optim_state": "[exp_avg]",
 }
 
 

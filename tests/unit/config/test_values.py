@@ -199,16 +199,6 @@ def test_coefficients_that_diverge_are_refused_from_everywhere(tmp_path: Path) -
             resolve(read())
 
 
-def test_one_name_is_a_sequence_of_one() -> None:
-    config = EmergingOptimizerConfig(
-        optimizer="muon", lr=0.1, ckpt_allow_missing_optim_state="momentum_buffer"
-    )
-    assert resolve(config).config.ckpt_allow_missing_optim_state == ("momentum_buffer",)
-    assert (
-        config.ckpt_allow_missing_optim_state == "momentum_buffer"
-    )  # nothing that is passed changes
-
-
 def test_steps_read_the_present_values_of_the_callers_configuration() -> None:
     config = EmergingOptimizerConfig(optimizer="muon", lr=np.float32(0.5))
     settings = resolve(config)

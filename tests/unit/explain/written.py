@@ -24,7 +24,7 @@ CASES = {
     "muon, TP": Case(parallel=TP),
     "soap, TP, plain": Case("soap", parallel=TP, config=PLAIN, ddp=PLAIN),
     "plain": Case(config=PLAIN, ddp=PLAIN),
-    "buckets": Case("adam", form="dp_reshardable"),
+    "buckets": Case("adam", form="dp_reshardable", stock=True),
 }
 
 

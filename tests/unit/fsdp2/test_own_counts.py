@@ -38,7 +38,6 @@ from tests.unit.storage import foreign
 FIELDS = {
     "adaptive_muon_moment2_method": "namo",
     "adaptive_muon_bias_correction": True,
-    "ckpt_allow_missing_optim_state": ("exp_avg_sq",),  # of vectors whose optimizer was Lion
 }
 SETTINGS = {
     "NAMO": config("adaptive_muon", **FIELDS),

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.fsdp2 import ParamKey, build_optimizer, import_torch_muon
+from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from megatron_eopt.routing.plain_names import match_names, plain_names
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
@@ -263,14 +263,15 @@ def test_names_with_wrappers_of_older_releases_load():
             assert torch.equal(following.state[mine][key], value)
 
 
-def test_torchs_muon_is_imported_from_a_wrapped_model():
+def test_torchs_muon_with_names_of_a_wrapped_model_loads():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    theirs = torch.optim.Muon(DataParallel(model).named_parameters(), lr=0.1)
+    params = [*DataParallel(model).named_parameters()]
+    theirs = torch.optim.Muon(reversed(params), lr=0.1)
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     theirs.step()
     optimizer = build_optimizer(model, config())
-    import_torch_muon(optimizer, theirs.state_dict())
+    optimizer.load_state_dict(theirs.state_dict())
     for param in model.parameters():
         assert torch.equal(
             optimizer.state[param]["momentum_buffer"], theirs.state[param]["momentum_buffer"]

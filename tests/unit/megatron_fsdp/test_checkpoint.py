@@ -1,7 +1,7 @@
 """State in format ``fsdp_dtensor``: written, read into another strategy and number of ranks."""
 
-import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +13,9 @@ from torch.distributed import checkpoint
 
 from megatron_eopt import ConfigurationError
 from megatron_eopt.checkpoint.catalogue import Catalogue
-from megatron_eopt.checkpoint.continuation import Policy, Reader
 from megatron_eopt.checkpoint.fsdp_dtensor import match
+from megatron_eopt.checkpoint.groups import BY_PARAMETER
 from megatron_eopt.checkpoint.keys import Saved
-from megatron_eopt.checkpoint.saved_groups import BY_PARAMETER
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
@@ -116,60 +115,59 @@ def test_every_rank_asks_for_the_same(optimizer):
     assert {f"{fc1}_w: {kind}", f"{fc1}_v: {kind}"} <= set(first)
 
 
-def test_missing_state_is_refused_unless_it_may_start_fresh():
+def storage_of(*readers: tuple[str, dict[str, Any], set[str]], steps: int = 0) -> Any:
+    """Return what the matching reads: names, groups, and kinds that may be missing."""
+    assigned = [
+        SimpleNamespace(
+            groups=list,
+            rule=SimpleNamespace(
+                name="",
+                optional_state=frozenset(optional),
+                numbered=lambda _, entry=(group, name, 0): [entry],
+            ),
+        )
+        for name, group, optional in readers
+    ]
+    return SimpleNamespace(assigned=assigned, steps=steps, _param_name=lambda name: name)
+
+
+ADAM = {"optimizer": "adam", "lr": 1}
+
+
+def test_state_of_another_optimizer_is_not_read_in_place():
     """Of Lion's state Adam would take the first moment and the count of steps."""
-    shape = (2, 3)
-    moments = {kind: torch.zeros(shape) for kind in ("exp_avg", "exp_avg_sq", "step", "param")}
+    moments = {kind: torch.zeros(2, 3) for kind in ("exp_avg", "exp_avg_sq", "step", "param")}
     wanted = {
         "state": {"weight": moments, "bias": {"exp_avg": 1}, "spared": {"param": 0, "scale": 0}},
         BY_PARAMETER: {"weight": {"lr": 1, "momentum": 0.9}, "bias": {"lr": 1}},
     }
     has = ("weight.exp_avg", "weight.step", "weight.param", "bias.exp_avg", "spared.param")
-    groups = {"weight": {"lr": None, "optimizer": "lion"}, "bias": {"optimizer": "lion"}}
     saved = {name: Saved(name.partition(".")[2], name.partition(".")[0]) for name in has}
-    catalogue = Catalogue("fsdp_dtensor", saved, settings=groups)
-    readers = {name: (Reader("adam"), frozenset({"scale"})) for name in wanted["state"]}
-
-    def matched(wanted, catalogue, *fresh):
-        return match(wanted, readers, catalogue, Policy(frozenset(fresh)), has_stepped=False)
-
-    with pytest.raises(ConfigurationError, match=r"weight: exp_avg_sq.*--ckpt-allow-missing"):
-        matched(copy.deepcopy(wanted), catalogue)
-    larger = {**saved, "weight.exp_avg": Saved("exp_avg", "weight", (3, 3))}
-    with pytest.raises(ConfigurationError, match=r"exp_avg of shape .*, weight: exp_avg_sq'"):
-        matched(copy.deepcopy(wanted), Catalogue("fsdp_dtensor", larger, settings=groups))
-    _, notes = matched(wanted, catalogue, "exp_avg_sq")
-    text = "starts fresh (the checkpoint has: exp_avg)"
-    assert [(note.text, note.name) for note in notes] == [
-        (f"{kind} {text}", "weight") for kind in ("exp_avg", "exp_avg_sq")
-    ]
+    groups = {"weight": {"lr": None, "optimizer": "lion"}, "bias": ADAM, "spared": ADAM}
+    storage = storage_of(
+        ("weight", ADAM, set()), ("bias", ADAM, set()), ("spared", ADAM, {"scale"})
+    )
+    match(storage, wanted, Catalogue("fsdp_dtensor", saved, settings=groups))
+    assert storage.fresh == {"weight"}
     left = {name: set(values) for name, values in wanted["state"].items()}
     assert left == {"weight": {"param"}, "bias": {"exp_avg"}, "spared": {"param"}}
-    assert wanted[BY_PARAMETER] == {"weight": {"lr": 1}, "bias": {}}
+    assert wanted[BY_PARAMETER] == {"weight": {"lr": 1}, "bias": {"lr": 1}}
 
 
-def test_a_weight_in_two_parts_starts_fresh_or_continues_as_a_whole():
-    def wanted() -> dict[str, Any]:
-        kinds = ("exp_avg", "exp_avg_sq", "step", "slow_weights")
+def test_a_weight_in_two_parts_continues_as_a_whole():
+    def left_of(*has: str) -> dict[str, set[str]]:
+        kinds = ("exp_avg", "exp_avg_sq", "step")
         first = {kind: torch.zeros(2, 2) for kind in kinds}
         second = {kind: torch.zeros(2, 2) for kind in kinds[:2]}
-        return {"state": {"gate_w": first, "gate_v": second}, BY_PARAMETER: {"gate": {"lr": 1}}}
-
-    def left_of(has: list[str], *fresh: str) -> dict[str, set[str]]:
+        state = {"state": {"gate_w": first, "gate_v": second}, BY_PARAMETER: {"gate": {"lr": 1}}}
         saved = {name: Saved(*name.split(".")[::-1]) for name in has}
-        settings = {"gate": {"lr": None, "optimizer": "adam"}}
-        catalogue = Catalogue("fsdp_dtensor", saved, settings=settings)
-        state, policy = wanted(), Policy(frozenset(fresh))
-        match(state, {"gate": (Reader("adam"), frozenset())}, catalogue, policy, has_stepped=False)
+        catalogue = Catalogue("fsdp_dtensor", saved, settings={"gate": ADAM})
+        match(storage_of(("gate", ADAM, set())), state, catalogue)
         return {part: set(values) for part, values in state["state"].items()}
 
-    whole = ["gate_w.exp_avg", "gate_w.exp_avg_sq", "gate_w.step"]
-    both = [*whole, "gate_v.exp_avg", "gate_v.exp_avg_sq"]
+    whole = ("gate_w.exp_avg", "gate_w.exp_avg_sq", "gate_w.step", "gate_v.exp_avg")
+    both = (*whole, "gate_v.exp_avg_sq")
     continues = {"gate_w": {"exp_avg", "exp_avg_sq", "step"}, "gate_v": {"exp_avg", "exp_avg_sq"}}
-    # what a user has added since need not be there
-    assert left_of(both) == continues
-    assert left_of([*both, "gate_w.slow_weights"])["gate_w"] > continues["gate_w"]
-    lacking = both[:-1]
+    assert left_of(*both) == continues
     with pytest.raises(ConfigurationError, match="gate: exp_avg_sq is of a part of the weight"):
-        left_of(lacking)
-    assert left_of(lacking, "exp_avg_sq") == {"gate_w": set(), "gate_v": set()}
+        left_of(*whole)

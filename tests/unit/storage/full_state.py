@@ -32,7 +32,7 @@ class Case:
     parallel: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)  # of EmergingOptimizerConfig
-    form: str = "fully_reshardable"  # of checkpoint, in Megatron's words
+    form: str = "fully_reshardable"  # in Megatron's words; megatron-core's own optimizers heed it
     frozen: str | None = None
     overrides: dict[str, str] = field(default_factory=dict)  # pattern of names -> optimizer
     float32: str | None = None
@@ -178,38 +178,30 @@ def resume(
     folder: str | Path,
     read: Callable[..., Any] = checkpoints.load,
     prepare: Callable[[Any], None] | None = None,
-    adjust: Callable[[Any], None] | None = None,
     make: Callable[..., tuple[Any, Any]] = build,
-    **options: Any,
 ) -> tuple[Any, Any]:
-    """Load into a model of zeros by our function, with its options, or by megatron-core's.
+    """Load into a model of zeros by our function, or by megatron-core's.
 
-    ``make`` builds both; ``prepare`` changes the model before that, ``adjust`` the optimizer.
+    ``make`` builds both; ``prepare`` changes the model before that.
     """
     chunk, optimizer = make(case, prepare)
-    if adjust is not None:
-        adjust(optimizer)
     for param in chunk.parameters():
         param.data.zero_()
-    loaded = read(sharded(case, chunk, optimizer, is_loading=True), str(folder), **options)
+    loaded = read(sharded(case, chunk, optimizer, is_loading=True), str(folder))
     unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
     optimizer.load_state_dict(loaded["optimizer"])
     return chunk, optimizer
 
 
 def write_as(form: str, case: Case, chunk: Any, optimizer: Any, folder: Path) -> Any:
-    """Save by one of the optimizer's functions, or in a form of ``dist_checkpointing``.
+    """Save by ``state_dict`` or with ``dist_checkpointing``.
 
     Returns what :func:`resume_as` needs besides the files: this rank's weights.
     """
     if form == "state_dict":
         torch.save(optimizer.state_dict(), folder / f"{distributed.get_rank()}.pt")
-        if optimizer.is_sharded:
-            optimizer.save_parameter_state(str(folder / "parameters.pt"))
-    elif form == "rank files":
-        optimizer.save_state_dict_to_file(str(folder / "state.pt"))
     else:
-        write(replace(case, form=form), chunk, optimizer, folder / "distributed")
+        write(case, chunk, optimizer, folder / "distributed")
     return copies_of(unwrapped(chunk))
 
 
@@ -221,17 +213,12 @@ def resume_as(
     make: Callable[..., tuple[Any, Any]] = build,
 ) -> tuple[Any, Any]:
     """Load what :func:`write_as` has saved into a new model and its optimizer."""
-    if form not in ("state_dict", "rank files"):
-        return resume(replace(case, form=form), folder / "distributed", make=make)
+    if form != "state_dict":
+        return resume(case, folder / "distributed", make=make)
     chunk, optimizer = make(case, None)
     unwrapped(chunk).load_state_dict(weights, strict=False)
-    if form == "rank files":
-        optimizer.load_state_dict_from_file(str(folder / "state.pt"))
-    else:
-        path = folder / f"{distributed.get_rank()}.pt"
-        optimizer.load_state_dict(torch.load(path, weights_only=True))
-        if optimizer.is_sharded:
-            optimizer.load_parameter_state(str(folder / "parameters.pt"))
+    path = folder / f"{distributed.get_rank()}.pt"
+    optimizer.load_state_dict(torch.load(path, weights_only=True))
     return chunk, optimizer
 
 

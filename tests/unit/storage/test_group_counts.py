@@ -18,7 +18,7 @@ from tests.harness import run_ranks
 from tests.harness.models import copies_of
 from tests.unit.storage import full_state, runs
 from tests.unit.storage.full_state import Case, build, differences, steps
-from tests.unit.storage.runs import REPLICATED, Run, gradients, set_lr
+from tests.unit.storage.runs import REPLICATED, Run
 from tests.unit.storage.test_off_load import SMALL, at
 
 BEFORE, AFTER = 2, 4
@@ -128,17 +128,15 @@ def anew(case: Case, folder: Path) -> tuple[Any, Any]:
     ("form", "case", "start"),
     [
         ("state_dict", Case("muon", MODEL, **REPLICATED), anew),
-        ("rank files", OFF_LOADED, younger),
-        ("fully_reshardable", Case("muon", MODEL), anew),
-        ("dp_reshardable", Case("adam", MODEL), younger),
+        ("torch_dist", OFF_LOADED, younger),
+        ("torch_dist", Case("muon", MODEL), anew),
         *(
             pytest.param(*more, marks=pytest.mark.long)
             for more in [
-                ("rank files", Case("adam", MODEL, **REPLICATED), anew),
-                ("rank files", OFF_LOADED, anew),
-                ("fully_reshardable", Case("adam", MODEL), younger),
-                ("fully_reshardable", Case("muon", MODEL, **REPLICATED), younger),
-                ("dp_reshardable", Case("adam", MODEL), anew),
+                ("state_dict", Case("adam", MODEL, **REPLICATED), anew),
+                ("torch_dist", OFF_LOADED, anew),
+                ("torch_dist", Case("adam", MODEL), younger),
+                ("torch_dist", Case("muon", MODEL, **REPLICATED), younger),
             ]
         ),
     ],
@@ -195,8 +193,7 @@ def from_another_class(form: str, case: Case, folder: Path, to_fused: bool) -> l
 @pytest.mark.parametrize(
     ("form", "case"),
     [
-        ("fully_reshardable", Case("muon", MODEL)),
-        pytest.param("dp_reshardable", Case("adam", MODEL), marks=pytest.mark.long),
+        ("torch_dist", Case("muon", MODEL)),
         ("state_dict", Case("muon", MODEL, **REPLICATED)),
     ],
 )
@@ -208,32 +205,31 @@ def test_the_count_goes_over_from_one_class_to_another(tmp_path, form, case, to_
             torch.testing.assert_close(state[key], value, rtol=1e-2, atol=1e-4, msg=key)
 
 
-def of_a_caller(folder: Path) -> list[Any]:
-    """Do the same with an optimizer that a caller has made; return counts and weights."""
-    found: list[Any] = []
+def of_a_caller(case: Case, _: None = None) -> tuple[Any, Any]:
+    """Return a model and an optimizer over what a caller has made."""
+    run = Run("muon", case.model, config={"bf16": True})
+    chunk = runs.make_chunk(run)
+    config = runs.make_config(run)
+    matrices, others = runs.param_groups(run, config, chunk)
+    own = [runs.muon_over(matrices, config, chunk), FusedAdam(others, lr=config.lr)]
+    return chunk, runs.make_optimizer(run, chunk, config=config, bases=own)
+
+
+def stopped(folder: Path) -> list[tuple[set[int], dict[str, Any]]]:
+    """Return counts and weights of a run in one go, and of one that stops between."""
+    case, found = Case("muon", {**MODEL, "query_groups": 2}), []
     with installed():
         for first, end in ((0, AFTER), (0, BEFORE), (BEFORE, AFTER)):
-            run = Run("muon", {**MODEL, "query_groups": 2}, config={"bf16": True})
-            chunk = runs.make_chunk(run)
-            config = runs.make_config(run)
-            matrices, others = runs.param_groups(run, config, chunk)
-            own = [runs.muon_over(matrices, config, chunk), FusedAdam(others, lr=config.lr)]
-            optimizer = runs.make_optimizer(run, chunk, config=config, bases=own)
-            if first:
-                full_state.unwrapped(chunk).load_state_dict(found[-1][1], strict=False)
-                optimizer.load_state_dict_from_file(str(folder / "state.pt"))
-                set_lr(optimizer, config)
-            for step in range(first, end):
-                gradients(run, chunk, optimizer, step)
-                optimizer.step()
-            found.append((counts_of(optimizer), copies_of(full_state.unwrapped(chunk))))
+            run = full_state.resume(case, folder, make=of_a_caller) if first else of_a_caller(case)
+            steps(case, *run, first, end)
+            found.append((counts_of(run[1]), copies_of(full_state.unwrapped(run[0]))))
             if end == BEFORE:
-                optimizer.save_state_dict_to_file(str(folder / "state.pt"))
+                full_state.write(case, *run, folder)
             forget_megatron()
     return found
 
 
 def test_an_optimizer_that_a_caller_has_made(tmp_path):
-    for (whole, weights), _, (resumed, others) in run_ranks(2, of_a_caller, tmp_path):
+    for (whole, weights), _, (resumed, others) in run_ranks(2, stopped, tmp_path):
         assert whole == resumed == {AFTER}
         assert not differences(weights, others)

