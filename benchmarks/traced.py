@@ -1,13 +1,15 @@
-"""Count the functions that build and run an optimizer, of this package and of Megatron-Core's.
+"""Count the functions that build, run and load an optimizer, of this package and Megatron-Core's.
 
     python -m benchmarks.traced [--list]
 
-One GPT layer in bfloat16, DP 2 x TP 2, Muon and Adam with sharded state, on rank 0. ``--list``
-prints the functions in the order of their first call, indented by depth.
+One GPT layer in bfloat16, DP 2 x TP 2, Muon and Adam with sharded state, on rank 0. A load is that
+of a ``torch_dist`` checkpoint at the same layout; without the checks of files, which any load does.
+``--list`` prints the functions in the order of their first call, indented by depth.
 """
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -19,7 +21,7 @@ from megatron.core import optimizer as megatron_optimizer
 import megatron_eopt
 from benchmarks.about import table
 from benchmarks.optimizer_step.arms import OURS, STOCK, Arm, wrapped_for
-from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt import EmergingOptimizerConfig, checkpoints
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt
@@ -71,8 +73,15 @@ def traced(folder: Path, work: Callable[[], Any]) -> tuple[Any, Calls]:
         sys.setprofile(None)
 
 
-def build_and_step(number: int) -> tuple[Calls, Calls]:
-    """Return the calls of a build and of the last of some steps."""
+def load(chunk: Any, optimizer: Any, folder: str) -> None:
+    """Load the optimizer's state, as a program without the trainer does."""
+    model = chunk.module.sharded_state_dict()
+    state = {"optimizer": optimizer.sharded_state_dict(model, is_loading=True)}
+    optimizer.load_state_dict(checkpoints.load(state, folder)["optimizer"])
+
+
+def build_and_step(number: int, folder_to_save: str) -> tuple[Calls, Calls, Calls]:
+    """Return the calls of a build, of the last of some steps, and of a load in a new optimizer."""
     arm = ARMS[number]
     folder = FOLDERS[arm.factory]
     initialize_megatron(tp=2)
@@ -88,7 +97,13 @@ def build_and_step(number: int) -> tuple[Calls, Calls]:
         chunk.start_grad_sync()
         chunk.finish_grad_sync()
         _, step = traced(folder, optimizer.step)
-    return build, step
+    if arm.factory != OURS:
+        return build, step, {}
+    state = {"optimizer": optimizer.sharded_state_dict(chunk.module.sharded_state_dict())}
+    checkpoints.save(state, folder_to_save)
+    optimizer = arm.optimizer_of(chunk, **fields)
+    _, calls = traced(folder, lambda: load(chunk, optimizer, folder_to_save))
+    return build, step, {key: its for key, its in calls.items() if "guard" not in key[0]}
 
 
 def main() -> None:
@@ -99,8 +114,11 @@ def main() -> None:
     lists = parser.parse_args().list
     rows = []
     for number, arm in enumerate(ARMS):
-        of_rank_0 = run_ranks(4, build_and_step, number, cpu=True, timeout=600)[0]
-        for what, calls in zip(("build", f"step {STEPS}"), of_rank_0, strict=True):
+        with tempfile.TemporaryDirectory() as folder:
+            of_rank_0 = run_ranks(4, build_and_step, number, folder, cpu=True, timeout=600)[0]
+        for what, calls in zip(("build", f"step {STEPS}", "load"), of_rank_0, strict=True):
+            if not calls:
+                continue
             files = {file for file, *_ in calls}
             depths, counts = zip(*calls.values(), strict=True)
             figures = (len(calls), len(files), sum(counts), max(depths) + 1)

@@ -31,7 +31,7 @@ TESTS = {
     "base/agreement": "base/test_agreement.py base/test_subgroups.py",
     "layouts/assignment": "layouts/test_assignment.py",
     "layouts/boxes": "layouts/test_boxes.py",
-    "checkpoint/continuation": "checkpoint/test_continuation.py",
+    "checkpoint/rule": "checkpoint/test_rule.py",
     "checkpoint/catalogue": "checkpoint/test_catalogue.py",
     "checkpoint/guard/files": "checkpoint/test_checked_files.py checkpoint/test_fingerprints.py",
     "optimizers/host_memory": "optimizers/test_host_memory.py",
