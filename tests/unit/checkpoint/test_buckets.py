@@ -80,7 +80,7 @@ def moments(state: dict[str, Any]) -> dict[Any, torch.Tensor]:
     [
         (2, {}, 1, {}),
         (2, {"tp": 2}, 2, {}),
-        (2, {"pp": 2}, 4, {}),
+        pytest.param(2, {"pp": 2}, 4, {}, marks=pytest.mark.long),
         pytest.param(4, {"tp": 2}, 2, REPLICATED, marks=pytest.mark.long),
         pytest.param(4, {"tp": 2, "pp": 2}, 4, {}, marks=pytest.mark.long),
     ],
@@ -115,7 +115,7 @@ def refusal(case: Case, folder: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("muon", marks=pytest.mark.long)])
 def test_another_layout_is_refused_with_the_way_out(tmp_path, optimizer):
     run_ranks(2, written, [replace(OF_STOCK[0], parallel={"tp": 2})], str(tmp_path))
     for ranks, parallel in ((1, {}), (2, {}), (2, {"pp": 2})):
@@ -163,7 +163,11 @@ def read_by_stock(case: Case, folder: str) -> dict[Any, torch.Tensor]:
     return moments_in(again)
 
 
-@pytest.mark.parametrize(("ranks", "parallel"), [(2, {}), (2, {"tp": 2}), (1, {})], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [pytest.param(2, {}, marks=pytest.mark.long), (2, {"tp": 2}), (1, {})],
+    ids=str,
+)
 def test_megatron_core_reads_what_this_package_writes(tmp_path, ranks, parallel):
     ours = Case("adam", BF16)
     mine = run_ranks(2, saved_as_asked, ours, str(tmp_path))[0]
