@@ -187,7 +187,14 @@ def other_rows(case: Case, folder: str) -> str:
             DENSE_LAYER,
             {"gtp": 2},
             "over 2 ranks and tensor parallelism over 1",
-            [(2, {}), (2, {"tp": 2}), (4, {"gtp": 4}), (4, {"gtp": 2, "tp": 2})],
+            [(2, {}), (2, {"tp": 2})],
+        ),
+        pytest.param(
+            DENSE_LAYER,
+            {"gtp": 2},
+            "over 2 ranks and tensor parallelism over 1",
+            [(4, {"gtp": 4}), (4, {"gtp": 2, "tp": 2})],
+            marks=LONG,
         ),
         (
             EXPERTS,
@@ -196,7 +203,7 @@ def other_rows(case: Case, folder: str) -> str:
             [(2, {"gtp": 2, "expert_gtp": 2})],
         ),
     ],
-    ids=["dense", "experts"],
+    ids=["dense", "dense on 4 ranks", "experts"],
 )
 def test_other_sizes_are_refused(tmp_path, model, before, sizes, others):
     case = Case("muon", model)
