@@ -27,6 +27,7 @@ from megatron_eopt.checkpoint.rule import (
     Writer,
     identity_of,
     log_lines,
+    state_kinds,
 )
 
 FORMAT = "fsdp_dtensor"
@@ -122,12 +123,12 @@ def match(storage: Any, wanted: Mapping[str, Any], catalogue: Catalogue) -> Load
         kinds = {kind for _, there in parts for kind in there}
         settings = catalogue.settings.get(name)
         writers = () if settings is None else (Writer.of(settings),)
-        saved = SavedState(frozenset(kinds - MAINS - {STEP}), writers)
+        saved = SavedState(state_kinds(kinds), writers)
 
         def misfit(kind: str, parts: Any = parts) -> str | None:
             return next(_misfits(parts, kind), None)
 
-        required = own - MAINS - {STEP} - optional
+        required = state_kinds(own) - optional
         if not report.continues(name, reader, required, misfit, saved):
             kinds &= MAINS
         for values, there in parts:

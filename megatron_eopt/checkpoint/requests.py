@@ -20,7 +20,7 @@ from megatron_eopt.checkpoint.catalogue import Catalogue
 from megatron_eopt.checkpoint.groups import IN_ROWS_OF_MODEL, Groups
 from megatron_eopt.checkpoint.keys import matrix_state_key, unstacked_key
 from megatron_eopt.checkpoint.parameter_space import ParameterSpace, parameter_spaces
-from megatron_eopt.checkpoint.rule import Kinds, LoadReport, SavedState, Writer
+from megatron_eopt.checkpoint.rule import Kinds, LoadReport, SavedState, Writer, state_kinds
 from megatron_eopt.checkpoint.saved_state import ParameterLocation, StateValue
 from megatron_eopt.checkpoint.sources import Boxes, MatrixSource, unstacked
 from megatron_eopt.optimizers.storage import Storage
@@ -100,7 +100,7 @@ class StateRequests:
             {
                 (str(where.reader.name), tuple(sorted(kinds)))
                 for where, values in self._by_parameter()
-                if (kinds := {value.kind for value in values.values()} - MAINS - {STEP})
+                if (kinds := state_kinds(value.kind for value in values.values()))
             }
         )
 
@@ -329,7 +329,7 @@ def _sources_of(
         lacking = (v for index, v in values.items() if v.kind == kind and index not in state)
         return next((value.misfit_in(catalogue) for value in lacking), None)
 
-    kinds = {value.kind for value in values.values()} - MAINS - {STEP}
+    kinds = state_kinds(value.kind for value in values.values())
     saved = _saved_state(catalogue, boxes, where.space, own)
     if not report.continues(name, where.reader, kinds - where.optional, misfit, saved):
         state = {}
@@ -361,15 +361,14 @@ def _saved_state(
     )
     # state of matrices is under the parameter's own name only
     kinds = set.intersection(*stacks) | {*state.get(space.name, ())}
-    if not kinds - MAINS - {STEP} and any(
+    if not state_kinds(kinds) and any(
         source.box.offset[: space.prepended] == space.stack_index
         for key in space.keys
         for source in boxes.get(key, ())
     ):
         kinds = {*catalogue.in_buckets}
     names = space.name, space.key
-    kept = frozenset(kinds - MAINS - {STEP})
-    return catalogue.state_of(names, kept, own, is_matrix=space.is_matrix)
+    return catalogue.state_of(names, state_kinds(kinds), own, is_matrix=space.is_matrix)
 
 
 def _has_rows_of_model(group: Mapping[str, Any]) -> bool:

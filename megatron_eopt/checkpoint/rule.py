@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from megatron.core.utils import log_single_rank
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import MAINS, STEP
 from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.routing.groups import GROUP_ID
 
@@ -115,6 +116,11 @@ def identity_of(group: Mapping[str, Any]) -> str:
     return str(group.get(GROUP_ID) or "").partition(SEPARATOR)[0]
 
 
+def state_kinds(kinds: Iterable[str]) -> frozenset[str]:
+    """Return the kinds that the rule judges: those of state, without main weights and counts."""
+    return frozenset(kinds) - MAINS - {STEP}
+
+
 type Kinds = Mapping[str, tuple[frozenset[str], frozenset[str]]]
 """By optimizer of this run: kinds of state that all its parameters have, and that any has."""
 
@@ -122,7 +128,7 @@ type Kinds = Mapping[str, tuple[frozenset[str], frozenset[str]]]
 class SavedState(NamedTuple):
     """What a checkpoint has of one parameter."""
 
-    kinds: frozenset[str] = frozenset()  # without main weights and step counts
+    kinds: frozenset[str] = frozenset()  # those of :func:`state_kinds`
     # who may have written it; none if the checkpoint's groups do not have the parameter
     writers: tuple[Writer, ...] = ()
 
@@ -159,7 +165,7 @@ class LoadReport:
         Args:
             name: The parameter's.
             reader: Its optimizer.
-            required: Kinds that a checkpoint must have, without main weights and counts.
+            required: Kinds that a checkpoint must have, of :func:`state_kinds`.
             misfit: Called with a kind that the checkpoint has; why its value cannot be loaded, or
                 None.
             saved: What the checkpoint has.

@@ -99,9 +99,8 @@ def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight
         return FusedWeight("mla", None, partial(_in_groups, groups=groups), {})
     if child in GATED:
         return _gate_beside_up(owner, child)
-    if looks_like_heads(owner, child):
-        return _heads(owner, child)
-    return None
+    names = _names_beside(owner, child)
+    return None if names is None else _heads(owner, child, names)
 
 
 def inputs_first(module: nn.Module, dims: int) -> bool | None:
@@ -140,10 +139,8 @@ def _names_beside(owner: nn.Module, child: str) -> tuple[str, str, str] | None:
     return next(both, None)
 
 
-def _heads(owner: nn.Module, child: str) -> FusedWeight | None:
+def _heads(owner: nn.Module, child: str, names: Sequence[str]) -> FusedWeight | None:
     """Return the heads of a separate projection, as its module gives their size or number."""
-    names = _names_beside(owner, child)
-    assert names is not None
     queries, rows = (_shape_of(owner, name)[0] for name in (names[0], child))
     config = getattr(owner, "config", None)
     heads = _number(_HEADS, owner, config)
