@@ -28,6 +28,7 @@ from megatron_eopt.checkpoint.whole_matrix_state import WholeMatrixState
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.lending import keep
+from megatron_eopt.optimizers.rates import RatesApart
 from megatron_eopt.optimizers.recorder import Recorder
 from megatron_eopt.optimizers.sharded_optimizer import Served, ShardedOptimizer
 from megatron_eopt.optimizers.update_rule import ParamGroup, check_may_step, set_step
@@ -62,6 +63,7 @@ class DTensorOptimizer(ShardedOptimizer):
         self, groups: Sequence[ParamGroup], served: Served, params: Iterable[Tensor]
     ) -> None:
         self._recorder = Recorder([self])
+        self._rates = RatesApart(groups)
         # shapes of the state that owners keep, by parameter and name; None for a number
         self._shapes: dict[Tensor, dict[str, tuple[int, ...] | None]] = {}
         super().__init__(groups, served, params)
@@ -83,6 +85,7 @@ class DTensorOptimizer(ShardedOptimizer):
         check_may_step(self)
         if self.frozen is not None:
             self.frozen.warn()
+        self._rates.warn(self.param_groups)
         recording = self._recorder.recording() if self.collects_stats else nullcontext()
         with recording, matmul_precision():
             super()._step()

@@ -245,11 +245,19 @@ def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
         logger.warning("these settings have no effect with %s, remove them: %s", names, values)
 
 
+_PRINT = frozenset({"print_optimizer_routing"})
+"""Fields that only print, which people set on one rank."""
+
+
 def check_alike(config: Any) -> None:
     """Raise a ConfigurationError on all ranks if their configurations differ; collective."""
     # other values, such as timers and types, may differ as objects while they mean the same
     comparable = (int, float, str, tuple, type(None))
-    mine = {n: v for n, v in sorted(vars(config).items()) if isinstance(v, comparable)}
+    mine = {
+        name: value
+        for name, value in sorted(vars(config).items())
+        if isinstance(value, comparable) and name not in _PRINT
+    }
     # before anything asks which kernels run
     kernels.agree(wanted=config.optimizer_kernels)
     if mine.get("muon_backend") == "auto":

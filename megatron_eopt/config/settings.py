@@ -88,6 +88,12 @@ class Settings(RunSettings):
         """Whether sharded state would be saved in Megatron's format ``torch``."""
         return self.storage == "sharded" and getattr(self.original, IN_RANK_FILES, False)
 
+    @property
+    def excludes_routers(self) -> bool:
+        """Whether routers get the scalar optimizer although the main one takes matrices."""
+        is_off = self.first_field("orthogonalize_router") is False
+        return is_off and bool(self.default_overrides)
+
     def splits_weights_of(self, optimizer: str) -> bool:
         """Return whether an optimizer updates the matrices in a fused weight separately.
 

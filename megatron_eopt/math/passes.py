@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.kernels import Family
 
 KERNELS = Family("momentum, weight and Adam updates")
@@ -48,9 +49,13 @@ _NAMES = {
 }
 """Tensor lists of each kernel. ``outs`` are only written; a list that is not needed is empty."""
 
+_PER_ELEMENT = {"momentum_update": 4, "update": 3, "adam": 5}
+"""How many of these lists, the first ones, have tensors of equal sizes."""
+
 
 def _launch(name: str, *arguments: Any) -> None:
     *lists, grad_scale, numbers = arguments
+    _check_sizes(lists[: _PER_ELEMENT[name]])
     module = "megatron_eopt.math.triton_passes"
     KERNELS.call(lists[0][0], module, "launch", name, lists, grad_scale, numbers)
 
@@ -245,6 +250,7 @@ def _adam(
     cautious: bool = False,
 ) -> None:
     weights, firsts, seconds, copies, grads, steps = lists
+    _check_sizes([weights, firsts, seconds, grads])
     if grad_scale is not None:
         if math.isnan(grad_scale):
             return
@@ -270,6 +276,19 @@ def _adam(
             torch._foreach_copy_(some, results)
     if copies:
         torch._foreach_copy_(copies, weights)
+
+
+def _check_sizes(lists: Sequence[Sequence[Tensor]]) -> None:
+    """Raise a ConfigurationError unless tensors of one parameter have equal sizes.
+
+    Fused kernels would read and write beyond the smaller ones.
+    """
+    for row in zip(*filter(None, lists), strict=True):
+        shapes = [tuple(tensor.shape) for tensor in row]
+        if len(set(map(math.prod, shapes))) > 1:
+            rule = f"does not fit its gradient and state, which have the shapes {shapes[1:]}"
+            hint = "Build the optimizer again after a change of shape"
+            raise ConfigurationError("a tensor to step", shapes[0], rule, hint)
 
 
 def _in_memory_order(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -141,6 +141,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         An override of ``step`` calls this, because ``super().step`` would run the hooks twice.
         """
         self._take_up_groups()
+        for rule in self.update_rules:
+            rule.check_shapes()
         # Adam's passes are limited by memory and Muon's products by arithmetic, so together they
         # take less time. Rules that fit call no collectives, so all ranks still call them in one
         # order.

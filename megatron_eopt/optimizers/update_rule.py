@@ -118,6 +118,9 @@ class UpdateRule:
         self.record: RuleRecord | None = None  # measures its steps
         self.host: HostMemory | None = None  # keeps some weights and state in host memory
         self.faults: list[tuple[str, str]] = []  # weights that it cannot start from, and why
+        self._first_shapes: dict[
+            Tensor, torch.Size
+        ] = {}  # of the tensors that are stepped, at first
         # state of whole matrices, by what stands for those that this rank computes
         self.owned_state: State = defaultdict(dict)
 
@@ -146,9 +149,25 @@ class UpdateRule:
         """Take up which shards the parameters of each group are."""
         number_of = {shard.main: number for number, shard in enumerate(self.shards)}
         self.shard_numbers = [[number_of.get(p) for p in group["params"]] for group in groups]
+        self._first_shapes = {
+            param: self._first_shapes.get(param, param.shape) for param in self.params
+        }
         # shards that are empty on this rank were in a group when they were the model's parameters
         for group, numbers in enumerate(self.shard_numbers):
             self.group_of |= {number: group for number in numbers if number is not None}
+
+    def check_shapes(self) -> None:
+        """Raise a ConfigurationError if a parameter has got another shape since the build."""
+        if self.host is not None:
+            return  # it replaces tensors by empty ones
+        for shard in self.shards:
+            main = shard.main
+            if main is not None and main.shape != (
+                before := self._first_shapes.get(main, main.shape)
+            ):
+                rule = f"had the shape {tuple(before)} when the optimizer was built"
+                hint = "Build the optimizer again after a change of shape"
+                raise ConfigurationError(shard.name, tuple(main.shape), rule, hint)
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create the state of every parameter, as far as possible without a step."""
@@ -236,10 +255,14 @@ def check_may_step(optimizer: Any) -> None:
         rule = "an optimizer that was built later owns some of its parameters"
         hint = "Use the later one, or freeze the other's parameters while each is built"
         raise ConfigurationError("optimizer.step", type(optimizer).__name__, rule, hint)
-    for group in optimizer.param_groups:
+    check_rates(optimizer.param_groups, "Set lr in the configuration, or step a scheduler first")
+
+
+def check_rates(groups: Iterable[ParamGroup], hint: str) -> None:
+    """Raise a ConfigurationError if a group has no learning rate."""
+    for group in groups:
         if group.get("lr", 0.0) is None:
             rule = f"must be set before a step, but group {group.get('group_id')!r} has none"
-            hint = "Set a learning rate in the configuration, or step a scheduler first"
             raise ConfigurationError("lr", None, rule, hint)
 
 

@@ -149,13 +149,18 @@ def route_parameters(
     upstream = megatron_optimizer.get_standard_config_overrides(settings.config)
     written = {key: values for key, values in overrides.items() if key not in upstream}
     lost = frozenset(unmatched(parameters, written))
-    reports = gather_objects((summarize(routes), lost))
-    summaries = [summary for groups, _ in reports for summary in groups]
+    reports = gather_objects((summarize(routes), lost, any(p.is_router for p in parameters)))
+    summaries = [summary for groups, _, _ in reports for summary in groups]
     if summaries:
         # a key may match parameters of other pipeline stages, so only keys that no rank uses are
         # lost
-        for description in sorted(frozenset.intersection(*(lost for _, lost in reports))):
+        for description in sorted(frozenset.intersection(*(lost for _, lost, _ in reports))):
             logger.warning("config_overrides: no parameter matches %s", description)
+    has_router = any(found for *_, found in reports)
+    if settings.excludes_routers and not has_router and is_rank_0():
+        text = "muon_orthogonalize_router=False: found no trainable router. If the model has one, "
+        text += "set use_muon = False on its weight"
+        logger.warning(text)
     groups = build_groups(routes, summaries)
     routing = Routing(routes, groups, {})
     names = routing.optimizers

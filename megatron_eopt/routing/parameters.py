@@ -127,7 +127,7 @@ def trainable_parameters(
         if place.name.startswith("module."):
             with_own.add(place.chunk)
     of_outputs = {id(param) for param in outputs}
-    embeddings, routers = tables(), require_upstream("Router")
+    embeddings = tables()
     why_vectors: dict[int, str | None] = {}
     layers: dict[int, list[int]] = {}  # the layers' weights in each chunk that reads the input
     for key, uses in by_param.items():
@@ -153,7 +153,7 @@ def trainable_parameters(
             param=param,
             is_expert=not getattr(param, "allreduce", True),
             is_embedding=marked or any(isinstance(place.module, embeddings) for place in uses),
-            is_router=any(isinstance(place.module, routers) for place in uses),
+            is_router=any(place.of_router for place in uses),
             is_stack=stacks and any(place.is_stack for place in uses),
             why_vector=why_vectors[key],
             convolution=next(filter(None, [place.convolution for place in uses]), None),

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from megatron_eopt.base.place import whole_shape
 from megatron_eopt.routing.known_transformers import GATED
 from megatron_eopt.routing.plain_names import joined, of_megatron, origin, paths_of
+from megatron_eopt.routing.routers import router_weights
 
 # Parameters that torch's older weight_norm, spectral_norm and pruning put in a weight's place.
 _REPLACED = re.compile(r"(.+)_(g|v|orig)")
@@ -59,6 +60,7 @@ class HeldParameter:
     # the module that has the layer, and its name there; of a parameter without a layer, its own
     owner: nn.Module
     child: str
+    of_router: bool  # whether it belongs to a mixture-of-experts router
     of_input: bool  # whether its chunk reads the model's input: a later pipeline stage does not
 
     @functools.cached_property
@@ -118,6 +120,7 @@ def _places_in(chunk: int, model: nn.Module) -> Iterator[HeldParameter]:
     paths = paths_of(modules, numbers)
     # of a wrapper and the module in it, the latter comes last
     by_plain = {paths[path].plain: module for path, module in modules.items()}
+    of_routers = router_weights(modules)
     of_input = next((m.pre_process for m in modules.values() if hasattr(m, "pre_process")), True)
     for path, module in modules.items():
         if not module._parameters:
@@ -146,6 +149,7 @@ def _places_in(chunk: int, model: nn.Module) -> Iterator[HeldParameter]:
                 gain,
                 modules[host] if is_own else by_plain[above],
                 whole if is_own else name,
+                id(param) in of_routers,
                 bool(of_input),
             )
 

@@ -337,8 +337,8 @@ class _Defaults:
         self._rule = next(filter(registry.is_our_rule, self.overrides), None)
         self._others = {k: v for k, v in self.overrides.items() if k is not self._rule}
         self._ignores_use_muon = bool(settings.first_field("ignore_use_muon"))
-        to_scalar = settings.first_field("orthogonalize_router") is False
-        self._of_routers = {"optimizer": settings.scalar} if to_scalar and self.overrides else None
+        to_scalar = {"optimizer": settings.scalar}
+        self._of_routers = to_scalar if settings.excludes_routers else None
         self._how = {
             "by_module": settings.recommended or settings.of_dtensors,
             "convolutions": bool(settings.first_field("convolutions")),

@@ -30,6 +30,7 @@ from megatron_eopt.routing import known_megatron, known_transformers
 from megatron_eopt.routing.parameters import cut_dimension
 from megatron_eopt.routing.places import HeldParameter, conv_shape
 from megatron_eopt.routing.plain_names import is_a
+from megatron_eopt.routing.routers import EXPERT_COUNTS
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,6 @@ QKV_TAG = "eopt_tagged_qkv_split_shapes"
 _FUSED_NAME = re.compile(
     r"(linear_)?(qkv|kv|wqkv)(_down)?(_proj)?|in_proj(_\w+)?|gate_up_proj|w13|c_attn|query_key_value"
 )
-
-# What modules of experts call their number.
-_EXPERTS = ("num_experts", "moe_num_experts", "num_local_experts", "n_experts")
 
 # Names of weights in recurrent layers.
 _RECURRENT = re.compile(r"weight_(ih|hh)(?=_|$)")
@@ -299,7 +297,7 @@ def _has_gates(weight: HeldParameter) -> bool:
 
 def _has_experts(weight: HeldParameter) -> bool:
     """Whether it is 2-D, but has rows of several experts, whose number its module gives."""
-    counts = (getattr(weight.module, name, None) for name in _EXPERTS)
+    counts = (getattr(weight.module, name, None) for name in EXPERT_COUNTS)
     count = next((n for n in counts if isinstance(n, int)), 1)
     if count <= 1 or weight.dims != 2:
         return False

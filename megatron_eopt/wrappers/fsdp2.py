@@ -26,6 +26,7 @@ from megatron_eopt.config.settings import Settings, resolve
 from megatron_eopt.config.values import read_value
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.lending import sparse_gradient
+from megatron_eopt.optimizers.update_rule import check_rates
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.global_names import names_in
 from megatron_eopt.routing.model import (
@@ -123,6 +124,7 @@ def build_optimizer(
         routing = routing.over(megatron_fsdp.shards_of_parameters([model]))
         cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing)
     optimizer = raise_together(lambda: build_routed(settings, routing, cls))
+    check_rates(optimizer.param_groups, "Set lr in the configuration")
     off_load(optimizer, settings)
     log_differences(settings, arguments_of(routing.optimizers, settings, [model], None))
     optimizer.collects_stats = settings.config.log_optimizer_stats

@@ -62,6 +62,8 @@ class Replicated(Storage):
         for param in (param for group in groups for param in group["params"]):
             if param not in stepped:
                 raise fixed("param_groups", f"a new parameter of shape {tuple(param.shape)}")
+        for rule in self.update_rules:
+            rule.check_shapes()
         super().collect_gradients()
 
 

@@ -7,7 +7,15 @@
 set -uo pipefail
 
 cd "$REPOSITORY"
+# our own script builds its optimizers itself; without the launcher, another one would get Megatron's
 script="${SCRIPT:-scripts/pretrain_gpt.py}"
+program=("$script")
+if [[ ! "$script" -ef scripts/pretrain_gpt.py ]]; then
+    # shellcheck disable=SC2206  # "-m module" is two words; a path is one, whatever is in it
+    [[ "$script" == "-m "* ]] && program=($script)
+    program=(-m megatron_eopt.launch "${program[@]}")
+fi
+[[ "${SLURM_PROCID:-0}" -ne 0 ]] || echo "training program: ${program[*]}"
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
@@ -28,7 +36,7 @@ stop_ranks() {
         --rdzv-backend c10d \
         --rdzv-id "${SLURM_JOB_ID}.${SLURM_RESTART_COUNT:-0}" \
         --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" \
-        "$script" \
+        "${program[@]}" \
         --save "$RUN_DIR/checkpoints" --load "$RUN_DIR/checkpoints" --save-interval 500 \
         --tensorboard-dir "$RUN_DIR/tensorboard" \
         --ckpt-format torch_dist --exit-signal-handler \

@@ -4,16 +4,18 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from megatron_eopt import launch
 from tests.functional.saved_states import differing
-from tests.functional.script import ROOT, TINY
+from tests.functional.script import ROOT, STOCK_SCRIPT, TINY, losses, run_here
 from tests.functional.slurm_cluster import NODES, cluster, idle_nodes, missing, slurm, wait_until
+from tests.harness import run_ranks
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
 
@@ -91,11 +93,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         }
 
 
-def submit(environment: dict[str, str], folder: Path, **variables: str) -> Job:
+def submit(
+    environment: dict[str, str], folder: Path, flags: Sequence[str] = FLAGS, **variables: str
+) -> Job:
     folder.mkdir()
     environment = {**environment, "RUN_DIR": str(folder / "run"), **variables}
     options = ["--parsable", "--gpus-per-node=1", f"--output={folder / 'log'}", f"--chdir={ROOT}"]
-    number = slurm(environment, "sbatch", *options, JOB, *FLAGS)
+    number = slurm(environment, "sbatch", *options, JOB, *flags)
     return Job(environment, folder, number)
 
 
@@ -141,6 +145,23 @@ def test_after_a_nodes_failure_it_loses_at_most_an_interval(environment, undistu
     begun = next(n for n, (a, b) in enumerate(pairwise(job.steps)) if b <= a)
     assert 0 <= job.steps[begun] - job.steps[begun + 1] < INTERVAL
     assert differing(job.last, undisturbed.last) == []
+
+
+def launched(*arguments: str) -> str:
+    return run_here(launch.main, list(arguments))
+
+
+@pytest.mark.parametrize("how", ["a path", "a module"])
+def test_a_script_of_others_trains_as_through_the_launcher(environment, tmp_path, how):
+    name = "tests.functional.upstream_style_gpt"
+    script = str(STOCK_SCRIPT) if how == "a path" else f"-m {name}"
+    flags = [*FLAGS, "--train-iters", "8", "--muon-momentum", "0.8", "--print-optimizer-routing"]
+    job = submit(environment, tmp_path / "job", flags, SCRIPT=script)
+    assert job.end() == "COMPLETED", job.log[-3000:]
+    assert f"training program: -m megatron_eopt.launch {script}" in job.log
+    assert "optimizer routing" in job.log, "the optimizer is this package's"
+    outputs = run_ranks(2, launched, str(STOCK_SCRIPT), *flags, timeout=180, cpu=False)
+    assert losses(job.log) == losses("".join(outputs)) != []
 
 
 def test_a_script_that_fails_is_not_queued_again(environment, tmp_path):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt.config import checks
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
@@ -58,6 +59,9 @@ def refusals():
     plain.extra = torch.nn.Linear(4, 4)
     triple = (2.0, -1.5, 0.5 - 0.1 * dist.get_rank())
     coefficients = refused(make_model("fsdp"), config(muon_coefficient_type=triple))
+    for name in checks._PRINT:
+        # what only prints may differ
+        build_optimizer(make_model("fsdp"), config(**{name: dist.get_rank() == 0}))
     return of_ranks, coefficients, refused(plain, config())
 
 

@@ -78,11 +78,11 @@ def classes() -> Iterator[tuple[str, str]]:
                 yield f"transformers.models.{file.parent.name}.{file.stem}", tree.name
 
 
-def make(home: str, name: str) -> nn.Module:
+def make(home: str, name: str, tiny: type[Tiny] = Tiny) -> nn.Module:
     cls = getattr(importlib.import_module(home), name)
     arguments = list(inspect.signature(cls.__init__).parameters.values())[1:]
     needed = [item.name for item in arguments if item.default is item.empty]
-    module: nn.Module = cls(**{n: Tiny() if n == "config" else size(n) for n in needed})
+    module: nn.Module = cls(**{n: tiny() if n == "config" else size(n) for n in needed})
     torch.manual_seed(0)
     for param in module.parameters():
         nn.init.normal_(param)
