@@ -21,9 +21,7 @@ def prepare(accelerator, model, loader):
     """Return the sharded model, its optimizer, a scheduler and the data loader."""
     config = EmergingOptimizerConfig(
         optimizer="muon",
-        muon_scale_mode="adamw_rms",
-        muon_nesterov=True,
-        lr=3e-3,
+        lr=1e-3,  # as for AdamW
         weight_decay=0.1,
         clip_grad=0.0,  # the loop clips
     )

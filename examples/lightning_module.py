@@ -30,9 +30,7 @@ class WithMuon(lightning.LightningModule):
 
     def configure_optimizers(self):
         """Build the optimizer; Lightning calls this after ``configure_model``."""
-        config = EmergingOptimizerConfig(
-            optimizer="muon", muon_scale_mode="adamw_rms", lr=3e-3, weight_decay=0.1
-        )
+        config = EmergingOptimizerConfig(optimizer="muon", lr=1e-3, weight_decay=0.1)
         optimizer = build_optimizer(self, config)
         warm_up = LambdaLR(optimizer, lambda step: min(1, (step + 1) / 4))
         return [optimizer], [{"scheduler": warm_up, "interval": "step"}]

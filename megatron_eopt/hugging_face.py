@@ -3,7 +3,10 @@
 It needs ``pip install 'megatron-eopt[trainers]'``.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +15,23 @@ from megatron_eopt.base.quiet import importing_quietly
 with importing_quietly():
     import torch
     import transformers
+    from accelerate.utils.constants import OPTIMIZER_NAME  # type: ignore[import-untyped]
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
     from torch.optim.lr_scheduler import LambdaLR
+    from transformers import trainer
 
     from megatron_eopt.base.agreement import unconnected_processes
     from megatron_eopt.base.errors import ConfigurationError
+    from megatron_eopt.checkpoint.groups import PARAM_NAMES, is_identified
     from megatron_eopt.config.config import EmergingOptimizerConfig
     from megatron_eopt.config.registry import Overrides
     from megatron_eopt.fsdp2 import build_optimizer
+    from megatron_eopt.routing.groups import GROUP_ID
 
 
 class MuonTrainer(transformers.Trainer):
@@ -53,8 +65,6 @@ class MuonTrainer(transformers.Trainer):
             raise ConfigurationError("WORLD_SIZE", processes, rule, hint)
         config = optimizer_config or EmergingOptimizerConfig(
             optimizer="muon",
-            muon_scale_mode="adamw_rms",
-            muon_nesterov=True,
             lr=self.args.learning_rate,
             weight_decay=self.args.weight_decay,
             adam_beta1=self.args.adam_beta1,
@@ -94,5 +104,50 @@ class MuonTrainer(transformers.Trainer):
         if isinstance(scheduler, LambdaLR):
             stand_in: Any = SimpleNamespace(load_state_dict=resume)
             self.lr_scheduler = stand_in
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with self._reading_adamw(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
         self.lr_scheduler = scheduler
+
+    @contextmanager
+    def _reading_adamw(self, checkpoint: str | None) -> Iterator[None]:
+        """Let the optimizer load what a ``Trainer`` has saved of AdamW, which names no optimizer.
+
+        Its parameters are in the two groups of the Trainer's own optimizers.
+        """
+        if checkpoint is None or _is_ours(Path(checkpoint)):
+            yield
+            return
+        prepared: Any = self.optimizer
+        model: Any = self.model
+        decayed = set(self.get_decay_parameter_names(model))
+        params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        names = [[n for n in params if n in decayed], [n for n in params if n not in decayed]]
+        adamw = torch.optim.AdamW([{"params": [params[name] for name in its]} for its in names])
+        self.optimizer = adamw
+        try:
+            yield
+        finally:
+            self.optimizer = prepared
+        if self.is_fsdp_enabled:
+            set_optimizer_state_dict(
+                model, prepared.optimizer, get_optimizer_state_dict(model, adamw)
+            )
+        else:
+            state: Any = adamw.state_dict()
+            groups = zip(state["param_groups"], names, strict=True)
+            state["param_groups"] = [{**group, PARAM_NAMES: its} for group, its in groups]
+            prepared.load_state_dict(state)
+
+
+def _is_ours(checkpoint: Path) -> bool:
+    """Return whether an optimizer of this package has saved a checkpoint, or no optimizer has."""
+    sharded = checkpoint / f"{OPTIMIZER_NAME}_0"
+    if (sharded / ".metadata").exists():
+        keys = FileSystemReader(sharded).read_metadata().state_dict_metadata
+        return any(key.endswith(GROUP_ID) for key in keys)
+    for name in (trainer.OPTIMIZER_NAME, trainer.OPTIMIZER_NAME_BIN):
+        if (checkpoint / name).is_file():
+            # without its values
+            saved = torch.load(checkpoint / name, map_location="meta", weights_only=True)
+            return any(map(is_identified, saved["param_groups"]))
+    return True

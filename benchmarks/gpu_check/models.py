@@ -52,6 +52,8 @@ def settings(model: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """Return configuration fields for a model's optimizer; ``fields`` override them."""
     dtype = model.get("dtype", torch.float32)
     rates = {"lr": 0.02, "min_lr": 0.02}
+    # as megatron-core's Muon, with which steps are compared
+    rates |= {"muon_scale_mode": "spectral", "muon_nesterov": False}
     return rates | {"bf16": dtype == torch.bfloat16, "params_dtype": dtype} | fields
 
 

@@ -52,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         for name, text in flags.items():
             if name.replace("-", "_") not in known:
                 group.add_argument(f"--{name}", help=text, **options(name))
+    if "muon_nesterov" in known:
+        # the trainer's flag can only turn it on
+        off: dict[str, Any] = {"dest": "muon_nesterov", "action": "store_false", "default": None}
+        parser.add_argument("--no-muon-nesterov", help="Turn --muon-nesterov off.", **off)
     for name in RETIRED.keys() - known.keys():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, action=_Refusal, nargs="*", default=SUPPRESS, help=SUPPRESS)

@@ -5,7 +5,8 @@ from megatron_eopt.base.names import SMALLEST_MATRIX_BUFFER_MB
 
 _NOT_NEGATIVE = (
     *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "muon_lr", "muon_min_lr"),
-    *("weight_decay", "clip_grad", "grad_norm_skip_threshold", "loss_scale", "max_update_rms"),
+    *("weight_decay", "muon_weight_decay", "clip_grad", "grad_norm_skip_threshold"),
+    *("loss_scale", "max_update_rms"),
     *("power_iter_steps", "precond_lr", "min_precond_lr", "damping_noise_scale"),
 )
 _DECAYS = (

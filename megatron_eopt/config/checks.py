@@ -122,7 +122,7 @@ _OF_THE_MAIN_MUON = {
 }
 """Defaults of fields that have an effect only if a Muon variant is the main optimizer."""
 
-_OF_ANY_MUON = {"muon_lr": None, "muon_min_lr": None}
+_OF_ANY_MUON = dict.fromkeys(("muon_lr", "muon_min_lr", "muon_weight_decay"))
 
 
 def check_values(config: Any, optimizers: Collection[str]) -> None:

@@ -73,6 +73,15 @@ class EmergingOptimizerConfig(OptimizerConfig, metaclass=_ConfigType):
     "distributed" and "exchange", which give the unsharded matrix's update. "blockwise" treats each
     shard as a matrix, which changes the update."""
 
+    muon_scale_mode: str = "adamw_rms"
+    """How the size of an update follows from its matrix's shape. "adamw_rms" gives updates AdamW's
+    usual size, so AdamW's learning rate fits (arXiv:2502.16982). "spectral", megatron-core's
+    default, makes them five times as large."""
+
+    muon_nesterov: bool = True
+    """Orthogonalize a mix of momentum and gradient, as Nesterov's method does, in place of the
+    momentum alone, megatron-core's default."""
+
     cautious_weight_decay: bool = False
     """Decay weights only where their update does not have the opposite sign (Chen et al. 2025,
     arXiv:2510.12402); for Muon, its variants and Adam."""
@@ -86,6 +95,10 @@ class EmergingOptimizerConfig(OptimizerConfig, metaclass=_ConfigType):
 
     muon_min_lr: float | None = None
     """Lowest learning rate in the schedule of Muon and its variants; by default ``min_lr``."""
+
+    muon_weight_decay: float | None = None
+    """Weight decay of Muon and its variants, constant; by default ``weight_decay``, which Adam also
+    uses."""
 
     muon_skip_grad_clip: bool = False
     """Do not scale Muon's gradients when clipping; they still count in the gradient norm. Use it if

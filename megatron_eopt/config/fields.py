@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 from megatron_eopt.config.config import default_values
 
 _MISSING: Any = object()
+_OF_THE_RUN = ("lr", "min_lr", "weight_decay")
 
 
 class FieldType(NamedTuple):
@@ -106,13 +107,22 @@ def set_arguments(
     Betas that no field sets are Adam's. Two fields, such as ``lion_beta1`` and ``lion_beta2``, are
     called ``lion_beta``.
     """
-    found = {}
-    for name in constructor_parameters(optimizer_cls):
+    found: dict[str, tuple[str, Any]] = {}
+    parameters = constructor_parameters(optimizer_cls)
+    for name in parameters:
         setting = _look_up(name, prefixes, config)
         if setting is None and name == "betas":
             setting = _look_up(name, ("adam",), config)
         if setting is not None:
             found[name] = setting
+    mode, extra = found.get("scale_mode"), found.get("extra_scale_factor")
+    if mode and extra and mode[1] == "adamw_rms":
+        known = type_of(parameters["scale_mode"].annotation).choices
+        if known and "adamw_rms" not in known:
+            # the same factor in the words of emerging-optimizers' own classes
+            found["scale_mode"] = (mode[0], "spectral")
+            if isinstance(extra[1], int | float):  # otherwise a check that follows raises an error
+                found["extra_scale_factor"] = (extra[0], 0.2 * extra[1])
     return found
 
 
@@ -151,8 +161,8 @@ def _look_up(name: str, prefixes: Sequence[str], config: object) -> tuple[str, A
     for prefix in prefixes:
         field = f"{prefix}_{name}"
         value = getattr(config, field, _MISSING)
-        # a rate of its own that is not set means the run's
-        if value is not _MISSING and not (value is None and name in ("lr", "min_lr")):
+        # a value of its own that is not set means the run's
+        if value is not _MISSING and not (value is None and name in _OF_THE_RUN):
             return field, value
         betas = [getattr(config, f"{prefix}_beta{number}", _MISSING) for number in (1, 2)]
         if name == "betas" and _MISSING not in betas:

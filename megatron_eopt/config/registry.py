@@ -120,6 +120,13 @@ class EmergingOptimizerEntry:
     draws: bool = False
     """Whether a step draws random numbers; ranks with copies of a weight then draw the same."""
 
+    def __post_init__(self) -> None:
+        """Raise a ConfigurationError for a function that would not be called."""
+        if self.state_layout == "matrix_update" and self.init_state_fn is not init_state:
+            rule = "is not called with state_layout='matrix_update'"
+            hint = "Create the state in init of the class's update rule"
+            raise ConfigurationError("init_state_fn", self.init_state_fn, rule, hint)
+
 
 def register_optimizer(
     name: str, entry: EmergingOptimizerEntry | type | None = None, **fields: Any

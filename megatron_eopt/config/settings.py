@@ -17,7 +17,12 @@ from megatron_eopt.matrices import SplitT
 StorageT = Literal["replicated", "sharded"]
 """Main weights and state are copied to every data-parallel rank, or sharded (ZeRO-1)."""
 
-_OWN_RATES = {"max_lr": "lr", "min_lr": "min_lr"}
+_OWN_RATES = {
+    "max_lr": "lr",
+    "min_lr": "min_lr",
+    "start_wd": "weight_decay",
+    "end_wd": "weight_decay",
+}
 """Keys of parameter groups, and the field that sets each after an optimizer's prefix."""
 
 _UPSTREAM = (
@@ -105,7 +110,7 @@ class Settings(RunSettings):
         return registry.is_muon(optimizer) or (layout == "matrix_state" and by_owners)
 
     def own_rates(self, optimizer: str) -> dict[str, float]:
-        """Return the ``max_lr`` and ``min_lr`` that are set for this optimizer only."""
+        """Return the rates and the weight decay that are set for this optimizer only."""
         if optimizer in STANDARD_OPTIMIZERS:
             return {}
         prefixes = registry.prefixes_of(optimizer)

@@ -30,7 +30,8 @@ _ELEMENT_WISE = frozenset({"lion", "laprop"})
 _DRAWS = frozenset({"psgd_pro"})
 
 _FACTORY_FIELDS = frozenset(
-    {"muon_scalar_optimizer", "muon_lr", "muon_min_lr", "muon_skip_grad_clip"}
+    {"muon_scalar_optimizer", "muon_skip_grad_clip"}
+    | {"muon_lr", "muon_min_lr", "muon_weight_decay"}
     | {"muon_orthogonalize_router", "muon_ignore_use_muon", "muon_convolutions"}
     | {f"muon_split_{kind}" for kind in get_args(SplitT.__value__)}
 )

@@ -17,6 +17,7 @@ Note [The way of a gradient]
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -24,6 +25,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from megatron_eopt.base.agreement import is_rank_0
 from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.passes import empty_sums, momentum_update_, update_
@@ -33,6 +35,10 @@ from megatron_eopt.optimizers.recorder import ORTHOGONALIZATION
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
 from megatron_eopt.storage.interface import model_copies_of
 from megatron_eopt.storage.shard import ParamShard
+
+logger = logging.getLogger(__name__)
+
+_PACKAGE = __name__.partition(".")[0] + "."
 
 WeightDecayT = Literal["decoupled", "l2", "independent"]
 """How weight decay acts: ``decoupled`` shrinks weights by ``lr * weight_decay`` (AdamW,
@@ -78,6 +84,11 @@ class MuonRule(UpdateRule):
                 optimizer.momentum_dtype, shards, exchange_config.device
             )
             self.optional_state = frozenset({MOMENTUM_SCALE, STEP})
+            is_ours = type(self)._directions.__module__.startswith(_PACKAGE)
+            if not is_ours and is_rank_0():
+                text = "%s overrides _directions. With muon_momentum_dtype=%r, only MuonRule's own "
+                text += "reads and writes momenta as they are stored: call it by super()"
+                logger.warning(text, type(self).__name__, optimizer.momentum_dtype)
         self._counts_steps = self.rounding is not None
         # sums of squares of directions, by the number of the one matrix of their parameter
         self.squares: dict[int, Tensor] = {}

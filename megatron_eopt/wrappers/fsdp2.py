@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.optimizer.optimizer_config import (
     OptimizerConfig,
     ParamKey,
@@ -45,6 +46,7 @@ from megatron_eopt.routing.parameters import (
 )
 from megatron_eopt.routing.places import places_in
 from megatron_eopt.routing.plain_names import plain_paths
+from megatron_eopt.routing.splits import of_all_layers
 from megatron_eopt.storage.units import take_attributes
 from megatron_eopt.wrappers import megatron_fsdp, megatron_fsdp_v2
 from megatron_eopt.wrappers.dtensors import build_routed, check_parameters, settings_for_dtensors
@@ -116,6 +118,7 @@ def build_optimizer(
         frozen = Frozen([model])
     log_routing(settings, routing)
     _warn_unless_connected()
+    _warn_of_float16(routing)
     if settings.config.clip_grad and is_rank_0():
         clip = "optimizer.clip_grad_norm" if managing else "torch.nn.utils.clip_grad_norm_"
         text = "clip_grad=%s is not applied. Call %s in your training loop, or set clip_grad=0."
@@ -140,6 +143,16 @@ def _warn_unless_connected() -> None:
             "Call torch.distributed.init_process_group before build_optimizer, or pass cpu=True to "
             "accelerate's Accelerator on CPUs.",
             processes,
+        )
+
+
+def _warn_of_float16(routing: Routing) -> None:
+    names = [name for param, name in routing.names.items() if param.dtype == torch.float16]
+    if names and is_rank_0():
+        logger.warning(
+            "These float16 weights are rounded after each step, which loses small updates: %s. "
+            "Keep them in float32, and compute in float16 by torch.autocast and GradScaler.",
+            of_all_layers(names),
         )
 
 

@@ -18,8 +18,12 @@ TIMEOUT_S = 280.0
 PLAIN = [*TINY, *"--log-params-norm --hidden-dropout 0 --attention-dropout 0".split()]
 """Flags of every case, without dropout, whose masks depend on the layout."""
 
-SHARED = [*PLAIN, *"--muon-fp32-matmul-prec highest".split()]
-"""The same with exact products: by default they are of bfloat16 where the processor has it."""
+SHARED = [
+    *PLAIN,
+    *"--muon-fp32-matmul-prec highest --muon-scale-mode spectral --no-muon-nesterov".split(),
+]
+"""The same with exact products, since the default ones are of bfloat16 where the processor has it,
+and with the settings that the recorded values are of."""
 
 STOCKS = "--muon-fp32-matmul-prec high".split()
 """The most precise products that megatron-core's command line has, for all variants alike."""

@@ -44,6 +44,9 @@ WRITTEN: dict[str, Any] = {
     "bf16": True,
     "params_dtype": torch.bfloat16,
     "muon_tp_mode": "exchange",
+    # defaults of that version
+    "muon_scale_mode": "spectral",
+    "muon_nesterov": False,
     "muon_coefficient_type": ((3.0, -4.0, 2.0), (2.0, -1.5, 0.5)),
 }
 OTHERS = {bool: True, int: 3, float: 0.5, tuple: ["momentum_buffer"]}

@@ -117,5 +117,6 @@ def test_unsharded_equals_the_megatron_side(unsharded):
 
 def test_a_configuration_of_megatron_cores_class_works_too(unsharded):
     fields = {"lr": 0.02, "weight_decay": 0.1, "muon_fp32_matmul_prec": "highest"}
+    fields |= {"muon_scale_mode": "adamw_rms", "muon_nesterov": True}  # the defaults of ours
     plain = OptimizerConfig(optimizer="muon", muon_tp_mode="duplicated", **fields)
     assert far(trained("plain", plain), unsharded["muon"])[0] < 2e-6

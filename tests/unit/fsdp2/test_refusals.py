@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt import EmergingOptimizerConfig
-from megatron_eopt.config import checks
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
+from megatron_eopt.config import checks
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron

@@ -140,7 +140,10 @@ class ByHand:
 
     def decay(self, name: str) -> float:
         decays_too = self.config.apply_wd_to_qk_layernorm and name.startswith("q_layernorm.")
-        return self.config.weight_decay if self.weights[name].ndim > 1 or decays_too else 0.0
+        decay, own = self.config.weight_decay, self.config.muon_weight_decay
+        if own is not None and self.is_main(name) and "muon" in self.config.optimizer:
+            decay = own
+        return decay if self.weights[name].ndim > 1 or decays_too else 0.0
 
     def step(self, step: int, gradients: Weights) -> None:
         config = self.config

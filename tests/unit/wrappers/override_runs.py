@@ -165,7 +165,7 @@ CHAINS: Mapping[str, tuple[Any, dict[str, bool]]] = {
 
 def config_for(**fields: Any) -> EmergingOptimizerConfig:
     given = {"lr": 0.02, "min_lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.0, "adam_beta2": 0.7}
-    given["soap_use_kl_shampoo"] = False
+    given |= {"soap_use_kl_shampoo": False, "muon_scale_mode": "spectral", "muon_nesterov": False}
     given |= fields
     return EmergingOptimizerConfig(optimizer="muon", muon_fp32_matmul_prec="highest", **given)
 

@@ -76,6 +76,7 @@ CASES = named(
     Case(NORMUON, {"muon_lr": 0.02}),
     # weight decay
     *(Case(base, {"weight_decay": 0.5}) for base in (MUON, ADAM, SGD, LION, NORMUON)),
+    *(Case(base, {"muon_weight_decay": 0.5}) for base in (MUON, NORMUON)),
     *(Case(base, {"decoupled_weight_decay": False}) for base in (MUON, ADAM, LION, SCALAR_LION)),
     *(Case(base, CAUTIOUS) for base in (MUON, ADAM, NORMUON, NAMO)),
     Case(ADAMUON, CAUTIOUS, **AMPLIFIED),
@@ -113,11 +114,11 @@ CASES = named(
     ),
     # Muon's arithmetic
     Case(MUON, {"muon_momentum": 0.5}),
-    Case(MUON, {"muon_nesterov": True}),
+    Case(MUON, {"muon_nesterov": False}),
     Case(MUON, {"muon_num_ns_steps": 3}),
     *(Case(MUON, {"muon_coefficient_type": name}) for name in ("simple", "polar_express", "aol")),
     Case(MUON, {"muon_coefficient_type": TRIPLES}),
-    *(Case(MUON, {"muon_scale_mode": name}) for name in SCALE_MODES if name != "spectral"),
+    *(Case(MUON, {"muon_scale_mode": name}) for name in SCALE_MODES if name != "adamw_rms"),
     Case(MUON, {"muon_extra_scale_factor": 0.5}),
     *(Case(MUON, {"muon_algorithm": n}, is_rounding=True) for n in ("standard", "gram")),
     Case(MUON, {"muon_backend": "emerging_optimizers"}, is_rounding=True),
@@ -133,7 +134,7 @@ CASES = named(
     # second moments
     Case(NORMUON, {"adaptive_muon_moment2_method": "adamuon"}, **AMPLIFIED),
     Case(NORMUON, {"adaptive_muon_moment2_method": "namo"}),
-    Case(NORMUON, {"muon_momentum": 0.5, "muon_nesterov": True}),
+    Case(NORMUON, {"muon_momentum": 0.5, "muon_nesterov": False}),
     Case(NORMUON, {"muon_scale_mode": "unit_rms_norm", "muon_extra_scale_factor": 0.5}),
     *(Case(base, {"adaptive_muon_beta2": 0.5}) for base in (ADAMUON, NORMUON, NAMO)),
     *(Case(base, {"adaptive_muon_eps": 0.1}) for base in (ADAMUON, NORMUON, NAMO)),

@@ -191,4 +191,4 @@ def test_shards_of_both_kinds_of_fsdp_are_counted_once(kind):
         expected = math.sqrt((squares + second[name][0]) / elements)
         assert stats[f"{name}/weight-rms"] == pytest.approx(expected, rel=1e-5)
     # the update of an orthogonal matrix, scaled as all are
-    assert 0.1 < stats[f"{MUON}/update-rms"] < 2
+    assert 0.02 < stats[f"{MUON}/update-rms"] < 0.4
