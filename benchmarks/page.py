@@ -100,7 +100,7 @@ What an optimizer step costs, and how to measure it again. In short:
 
 In the tables:
 
-* **ours** is this package, **stock** Megatron-Core 0.19.2 with emerging-optimizers, and **stock's
+* **ours** is this package, **stock** Megatron-Core 0.19.2 with emerging-optimizers, **stock's
   iteration** the latter's Newton-Schulz.
 * **fragments** shards optimizer state (`--use-distributed-optimizer`), **padded layer-wise** is
   Megatron-Core's `dist_muon`, and **plain** replicates state.
@@ -119,6 +119,9 @@ Transformer Engine and Apex:
 
 {gpu_steps}
 
+Its weights, gradients, optimizer state and buffers take {gpu_muon_gb:.1f} GB with Muon and
+{gpu_adam_gb:.1f} GB with Adam.
+
 Five Newton-Schulz iterations in 16 bits. TFLOP/s count the standard form's operations for both
 forms. The deviation is relative to float32.
 
@@ -131,8 +134,9 @@ forms. The deviation is relative to float32.
 {counted}
 
 "Before" is commit {before}, "now" is {now}. Only "now" counts that libraries copy the addend of a
-product; with these copies, commit {predicted_before} moved 58 bytes per parameter of Muon. The GPU
-times above are older than "now". Add `--json` to these commands for all figures:
+product; with these copies, commit {predicted_before} moved 58 bytes per parameter of Muon. No GPU
+has run either column's code: the GPU times above are of commit {gpu_commit}, which is older. Add
+`--json` for all figures:
 
 ```bash
 {counted_commands}
@@ -244,6 +248,7 @@ def page() -> str:
     many, host = read("many_matrices"), read("host_time")
     sections = gpu["sections"]
     times, sent = sections["step"]["figures"]["milliseconds"], over_wire["steps"]
+    memory = sections["memory"]["figures"]
     return PAGE.format(
         gpu_ours=times["muon"],
         gpu_stock=times["stock muon, plain"],
@@ -254,6 +259,9 @@ def page() -> str:
         gpu_sections=of_sections(sections),
         gpu_golden=GOLDEN if "golden" in sections else "",
         gpu_steps=of_steps(sections["step"]["figures"]),
+        gpu_muon_gb=memory["muon"][0]["standing"] / 1e9,
+        gpu_adam_gb=memory["adam"][0]["standing"] / 1e9,
+        gpu_commit=gpu["machine"]["commit"],
         gpu_iterations=of_iterations(sections["newton_schulz"]["figures"]["rows"]),
         counted=of_counts(counted),
         before=counted["before"]["commit"],

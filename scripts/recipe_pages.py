@@ -60,8 +60,6 @@ A flag after the recipe replaces the recipe's, such as `--global-batch-size 512`
 megatron-eopt plan --model qwen3-8b --num-layers 12 --dp 16
 ```
 
-A plan with a layout size of yours does not use the recipe's layout.
-
 Choose the flags that depend on your GPUs yourself: `--moe-grouped-gemm`, `--fp8-format`,
 `--recompute-granularity`, `--overlap-grad-reduce`, `--overlap-param-gather`.
 

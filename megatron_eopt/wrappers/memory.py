@@ -26,6 +26,11 @@ class Memory:
     transient: int | None = None
 
     @property
+    def kept(self) -> int:
+        """Bytes on the device of weights, gradients and optimizer state."""
+        return self.weights + self.gradients + self.main_weights + self.state
+
+    @property
     def total(self) -> int:
         """Bytes on the device at the peak of a step."""
         return sum(size or 0 for size in vars(self).values()) - self.host

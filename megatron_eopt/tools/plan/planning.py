@@ -60,9 +60,11 @@ class Plan:
     rank: int  # global rank with the most FLOPs
     report: Report  # counts of that rank's step
     times: Times  # predicted times of that rank's step
-    adam: Times  # the same for Adam on the same weights
+    optimizer: str  # name of the optimizer that is planned
+    adam: Times  # predicted times of Adam's step on the same weights
     # of the ranks that compute most in their stage, the one with the most memory, and its memory
     fullest: tuple[int, Memory]
+    adam_memory: Memory  # memory of the same rank with Adam
     tokens: int  # tokens per global batch
     passes: Passes  # estimated forward and backward passes
     capacity: float  # bytes of a GPU's memory
@@ -86,6 +88,11 @@ class Plan:
     def iteration(self) -> float:
         """Seconds of an iteration: its passes, the optimizer's step and the all-gather."""
         return self.passes.seconds + self.times.tail
+
+    @property
+    def adam_iteration(self) -> float:
+        """Seconds of an iteration with Adam."""
+        return self.passes.seconds + self.adam.tail
 
     @property
     def throughput(self) -> float:
@@ -124,9 +131,7 @@ def plan(
     worst = max(each, key=lambda stage: stage.loads.max())
     fullest = max(each, key=lambda stage: stage.first_rank_bytes)
     busiest = runs.steps_of(worst.busiest)
-    memory = busiest.report.memory
-    if fullest is not worst:
-        memory = runs.memory(fullest.busiest)
+    memory = runs.steps_of(fullest.busiest).report.memory
     room = machine.capacity - memory.total
     with dry_world(0, layout.world_size):
         estimate = passes(
@@ -139,8 +144,10 @@ def plan(
         rank=worst.busiest,
         report=busiest.report,
         times=busiest.times,
-        adam=runs.adam_of(worst.busiest),
+        optimizer=config.optimizer,
+        adam=times(runs.adam_of(worst.busiest), machine),
         fullest=(fullest.busiest, memory),
+        adam_memory=runs.adam_of(fullest.busiest).memory,
         tokens=tokens,
         passes=estimate,
         capacity=machine.capacity,
@@ -159,7 +166,7 @@ class _Steps:
 
     report: Report
     times: Times
-    adam: Times | None  # Adam's on the same weights; None if it is not counted yet
+    adam: Report | None  # Adam's on the same weights; None if it is not counted yet
 
 
 class _DryRuns:
@@ -202,24 +209,20 @@ class _DryRuns:
     def steps_of(self, rank: int) -> _Steps:
         """Return what a rank's step does."""
         if rank not in self._steps:
-            self._tell(f"building rank {rank}, the busiest")
+            self._tell(f"building rank {rank}")
             with dry_world(rank, self._layout.world_size):
                 self._steps[rank] = self._stepped(rank, *self._built())
         return self._steps[rank]
 
-    def adam_of(self, rank: int) -> Times:
-        """Return how long Adam's step takes on a rank's weights."""
-        if (counted := self.steps_of(rank).adam) is not None:
-            return counted
-        with dry_world(rank, self._layout.world_size):
-            return self._adam_on(build_stage(self._architecture, self._layout))
-
-    def memory(self, rank: int) -> Memory:
-        """Return a rank's memory, with the peak of a step."""
-        self._tell(f"building rank {rank}, which holds most")
-        with dry_world(rank, self._layout.world_size):
-            _, optimizer = self._built()
-            return report_of(optimizer, lambda: None).memory
+    def adam_of(self, rank: int) -> Report:
+        """Return what Adam's step does on a rank's weights."""
+        steps = self.steps_of(rank)
+        if steps.adam is None:
+            with dry_world(rank, self._layout.world_size):
+                counted = self._adam_on(build_stage(self._architecture, self._layout))
+            self._steps[rank] = steps = replace(steps, adam=counted)
+        assert steps.adam is not None
+        return steps.adam
 
     def _built(self) -> tuple[DistributedDataParallel, Any]:
         model = build_stage(self._architecture, self._layout, overlaps=self._overlaps)
@@ -233,10 +236,10 @@ class _DryRuns:
         predicted = times(report, self._machine, overlaps=self._overlaps)
         return _Steps(report, predicted, adam)
 
-    def _adam_on(self, model: DistributedDataParallel) -> Times:
+    def _adam_on(self, model: DistributedDataParallel) -> Report:
         self._tell("counting Adam's step")
         adam = get_megatron_optimizer(adams(self._config), [model])
-        return times(report_of(adam, lambda: None), self._machine)
+        return report_of(adam, lambda: None)
 
 
 def _stage(optimizer: Any, layout: ParallelLayout, kind: tuple[int, ...], gpus: int) -> Stage:
@@ -250,9 +253,7 @@ def _stage(optimizer: Any, layout: ParallelLayout, kind: tuple[int, ...], gpus: 
     loads, coming = loads[of_stage], coming[of_stage]
     # among equally busy ranks, take the one that receives most from other nodes
     busiest = int(np.where(loads >= _AS_BUSY * loads.max(), coming, -1).argmax())
-    memory = optimizer.memory()
-    size = memory.weights + memory.gradients + memory.main_weights + memory.state
-    return Stage(kind, first + busiest, loads, size)
+    return Stage(kind, first + busiest, loads, optimizer.memory().kept)
 
 
 def _of_all_groups(schedule: Schedule, values: Sequence[float]) -> Float64Array:

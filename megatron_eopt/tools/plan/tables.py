@@ -73,14 +73,17 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "iteration_seconds": plan.iteration,
         "tokens_per_second": plan.throughput,
         "adam_seconds": plan.adam.step,
-        "adam_iteration_seconds": plan.passes.seconds + plan.adam.tail,
+        "adam_iteration_seconds": plan.adam_iteration,
+        "adam_memory": asdict(plan.adam_memory),
     }
 
 
 def show_plan(plan: Plan, gpu: str, sources: Sources, console: Console) -> None:
-    """Print what a plan is based on, and its tables."""
+    """Print what the optimizer costs beside Adam, what a plan is based on, and its tables."""
     size = plan.layout.world_size
     console.print(f"{plan.architecture.name} on {size} x {gpu}: {plan.layout}")
+    if plan.optimizer != "adam":
+        _show_comparison(plan, gpu, console)
     _show_sources(sources, console)
     fullest, most = plan.fullest
     whose = (
@@ -218,6 +221,28 @@ def show_rates(
         f"No rate keeps all updates: they would differ by a factor of {spread:.2f}. "
         f"--muon-lr {mean:.4g} keeps their mean. With it, overrides with these lr_mult keep each."
     )
+
+
+def _show_comparison(plan: Plan, gpu: str, console: Console) -> None:
+    """Print milliseconds and GiB of the optimizer and of Adam, and how they differ."""
+    memory, adam = plan.fullest[1], plan.adam_memory
+    columns = {
+        "step, ms": (1e3 * plan.times.step, 1e3 * plan.adam.step),
+        "iteration, ms": (1e3 * plan.iteration, 1e3 * plan.adam_iteration),
+        "kept, GiB": (memory.kept / _GIB, adam.kept / _GIB),
+        "peak, GiB": (_gib(memory), _gib(adam)),
+    }
+    names = (plan.optimizer, "adam")
+    rows = [
+        (name, *(f"{pair[row]:,.2f}" for pair in columns.values()))
+        for row, name in enumerate(names)
+    ]
+    rows.append(("difference", *(f"{ours - adams:+,.2f}" for ours, adams in columns.values())))
+    # of what a run pays and needs in all; steps alone may differ many times over
+    _, *whole = columns.values()
+    rows.append(("", "", *(f"{ours / adams - 1:+.2%}" for ours, adams in whole)))
+    title = f"{plan.optimizer} beside Adam, predicted for {gpu}; memory without activations"
+    _print(console, title, ("optimizer", *columns), rows)
 
 
 def _show_sources(sources: Sources, console: Console) -> None:

@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import replace
+from io import StringIO
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from rich.console import Console
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.tools.dry_run import Collective, dry_world, report_of
@@ -14,7 +16,7 @@ from megatron_eopt.tools.plan.cost import Times, collective_seconds, times
 from megatron_eopt.tools.plan.machine import MACHINES
 from megatron_eopt.tools.plan.model import ParallelLayout, build_stage
 from megatron_eopt.tools.plan.planning import plan
-from megatron_eopt.tools.plan.tables import as_dict
+from megatron_eopt.tools.plan.tables import Sources, as_dict, show_plan
 from megatron_eopt.tools.recipe import recipe
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 from tests.harness import run_ranks
@@ -81,7 +83,47 @@ def test_a_plan_is_of_the_busiest_rank(architecture, layout):
     assert rank["host_reads"] == {}
     assert 0 < found["share_of_iteration"] < 1
     assert found["adam_seconds"] > 0
+    # Adam is counted on the rank that holds most, which may be another one
+    fullest = found["fullest_rank"]["memory"]
+    assert found["adam_memory"]["gradients"] == fullest["gradients"]
+    assert found["adam_memory"]["buffers"] == 0
     json.dumps(found)
+
+
+def shown(optimizer: str) -> tuple[dict[str, Any], list[str]]:
+    """Return a plan on one rank, as values and as the lines that are printed."""
+    dist.destroy_process_group()
+    how: dict[str, Any] = {"lr": 0.01, "bf16": True, "use_distributed_optimizer": True}
+    config = EmergingOptimizerConfig(optimizer=optimizer, **how)
+    found = plan(DENSE, ParallelLayout(), MACHINES["H100"], config, tokens=2**22)
+    console = Console(file=StringIO(), width=120, markup=False)
+    show_plan(found, "H100", Sources(2**22, 1, {}, []), console)
+    return as_dict(found), console.file.getvalue().splitlines()
+
+
+def test_a_plan_begins_with_what_the_optimizer_costs_beside_adam():
+    muon, lines = run_ranks(1, shown, "muon", cpu=False)[0]
+    adam, others = run_ranks(1, shown, "adam", cpu=False)[0]
+    assert "muon beside Adam, predicted for H100" in lines[1]
+    assert not any("beside Adam" in line for line in others)
+    rows = [line.replace("│", " ").split() for line in lines[5:9]]
+    assert [row[0] for row in rows[:3]] == ["muon", "adam", "difference"]
+    # Adam's numbers are those of its own plan
+    assert muon["adam_seconds"] == adam["seconds"]["step"]
+    assert muon["adam_iteration_seconds"] == adam["iteration_seconds"]
+    assert muon["adam_memory"] == adam["fullest_rank"]["memory"]
+    for row, one in zip(rows, (muon, adam), strict=False):
+        memory = one["fullest_rank"]["memory"]
+        peak = sum(memory.values()) - memory["host"]
+        kept = peak - memory["buffers"] - memory["transient"]
+        times = [1e3 * one["seconds"]["step"], 1e3 * one["iteration_seconds"]]
+        assert row[1:] == [f"{n:,.2f}" for n in (*times, kept / 2**30, peak / 2**30)]
+    longer = muon["iteration_seconds"] / adam["iteration_seconds"] - 1
+    assert rows[3][0] == f"{longer:+.2%}"
+    # one momentum instead of two moments
+    kept = ("weights", "gradients", "main_weights", "state")
+    memory = muon["fullest_rank"]["memory"]
+    assert sum(memory[kind] for kind in kept) < sum(muon["adam_memory"][kind] for kind in kept)
 
 
 @pytest.mark.parametrize(
