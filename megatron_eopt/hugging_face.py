@@ -26,7 +26,7 @@ with importing_quietly():
     from transformers import trainer
 
     from megatron_eopt.base.agreement import unconnected_processes
-    from megatron_eopt.base.errors import ConfigurationError
+    from megatron_eopt.base.errors import ConfigurationError, refuse_deepspeed
     from megatron_eopt.checkpoint.groups import PARAM_NAMES, is_identified
     from megatron_eopt.config.config import EmergingOptimizerConfig
     from megatron_eopt.config.registry import Overrides
@@ -46,8 +46,8 @@ class MuonTrainer(transformers.Trainer):
         **kwargs: Of ``transformers.Trainer``.
 
     Raises:
-        ConfigurationError: If there are several processes that are not connected. Each would train
-            a model of its own.
+        ConfigurationError: If there are several processes that are not connected, so that each
+            would train a model of its own, or with DeepSpeed.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class MuonTrainer(transformers.Trainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        refuse_deepspeed(self.is_deepspeed_enabled)
         if processes := unconnected_processes():
             rule = "processes were started that are not connected: each would train its own model"
             hint = "On CPUs, pass use_cpu=True to TrainingArguments"

@@ -143,7 +143,8 @@ def shortened(tables: Iterable[str]) -> Iterator[str]:
     """Yield the tables without parameters that only differ in their layer or expert number."""
     shown: set[str] = set()
     for table in tables:
-        head, rule, *rows = table.splitlines()
+        # without the line of sums
+        head, rule, *rows = table.splitlines()[:-2]
         new = []
         for row in rows:
             kind = re.sub(r"\.\d+\.", ".", row.split()[1])

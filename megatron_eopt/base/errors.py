@@ -91,6 +91,13 @@ def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:
     raise ConfigurationError(argument, value, f"must be one of {', '.join(names)}", hint)
 
 
+def refuse_deepspeed(is_there: bool) -> None:
+    """Raise a ConfigurationError if DeepSpeed stores or steps the weights."""
+    if is_there:
+        rule = "its ZeRO flattens weights, so their matrices are not known"
+        raise ConfigurationError("DeepSpeed", True, rule, "Use FSDP2 or DDP in its place")
+
+
 def check_integer(
     argument: str, value: object, *, at_least: int = 1, at_most: int = 2**63 - 1
 ) -> None:

@@ -121,7 +121,7 @@ def set_arguments(
         if known and "adamw_rms" not in known:
             # the same factor in the words of emerging-optimizers' own classes
             found["scale_mode"] = (mode[0], "spectral")
-            if isinstance(extra[1], int | float):  # otherwise a check that follows raises an error
+            if type(extra[1]) in (int, float):  # otherwise a check that follows raises an error
                 found["extra_scale_factor"] = (extra[0], 0.2 * extra[1])
     return found
 

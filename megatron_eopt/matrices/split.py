@@ -219,7 +219,7 @@ def transposed(split: Split) -> Split:
         rule, hint = "must be a Split", "Pass whole(weight.shape[::-1]) for a plain weight"
         raise ConfigurationTypeError("transposed(split)", split, rule, hint)
     *experts, rows, cols = split.shape
-    kind = "transposed" if split.kind in ("whole", "experts") else split.kind
+    kind = "transposed" if split.kind in ("whole", "experts", "groups") else split.kind
     return replace(split, kind=kind, shape=(*experts, cols, rows), transposed=not split.transposed)
 
 

@@ -53,7 +53,9 @@ class Lender:
         for param, shard in zip(params, self._rule.shards, strict=True):
             if (grad := param.grad) is not None and grad.layout != torch.strided:
                 raise sparse_gradient(f"gradient of {shard.name}", grad.layout)
-        if not any(map(_is_lent, params)):
+        # torch accepts gradients of another dtype; kernels do not
+        others = any(p.grad is not None and p.grad.dtype != p.dtype for p in params)
+        if not (others or any(map(_is_lent, params))):
             yield list(groups), outer
             return
         loans = [self._loan(number, param, outer[param]) for number, param in enumerate(params)]

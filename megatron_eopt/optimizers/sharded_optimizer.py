@@ -4,6 +4,7 @@ Parameter groups and state are those of any torch optimizer. Schedulers, checkpo
 change their values at any time, and the next step uses the new ones.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.errors import ConfigurationError, refuse_deepspeed
 from megatron_eopt.base.gpu import SideStream
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.host_memory import OffloadSettings
@@ -169,6 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if len(now) != self._number_of_groups:
             raise fixed("param_groups", f"{len(now)} groups")
         if strangers := self._strangers():
+            refuse_deepspeed("deepspeed" in sys.modules)
             rule = "not where they were when the optimizer was built, so no step would update them"
             hint = "Build the optimizer again after the model or its groups have changed"
             raise ConfigurationError("param_groups", ", ".join(strangers[:8]), rule, hint)

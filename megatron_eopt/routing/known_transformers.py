@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from megatron_eopt.base.place import whole_shape
-from megatron_eopt.matrices import Split, gated, per_head, periodic
+from megatron_eopt.matrices import Split, gated, per_head, periodic, qkv
 from megatron_eopt.routing.known_megatron import FusedWeight, repeated
 from megatron_eopt.routing.plain_names import is_a
 
@@ -74,6 +74,42 @@ _HALVES = {
 }
 """Classes that cut gate from up in the middle, besides those that say ``is_concatenated``."""
 
+_THIRDS = {
+    "timm.layers.attention": ("Attention", "AttentionRope"),
+    "timm.layers.diff_attention": ("DiffAttention",),
+    "timm.models.beit": ("Attention",),
+    "timm.models.cait": ("TalkingHeadAttn",),
+    "timm.models.coat": ("FactorAttnConvRelPosEnc",),
+    "timm.models.convit": ("MHSA",),
+    "timm.models.davit": ("ChannelAttention", "ChannelAttentionV2", "WindowAttention"),
+    "timm.models.edgenext": ("CrossCovarianceAttn",),
+    "timm.models.eva": ("EvaAttention",),
+    "timm.models.fastvit": ("Attention",),
+    "timm.models.hiera": ("MaskUnitAttention",),
+    "timm.models.hieradet_sam2": ("MultiScaleAttention",),
+    "timm.models.metaformer": ("Attention",),
+    "timm.models.mvitv2": ("MultiScaleAttention",),
+    "timm.models.nest": ("Attention",),
+    "timm.models.swin_transformer": ("WindowAttention",),
+    "timm.models.swin_transformer_v2": ("WindowAttention",),
+    "timm.models.swin_transformer_v2_cr": ("WindowMultiHeadAttention",),
+    "timm.models.twins": ("LocallyGroupedAttn",),
+    "timm.models.vision_transformer_relpos": ("RelPosAttention",),
+    "timm.models.vision_transformer_sam": ("Attention",),
+    "timm.models.volo": ("Attention",),
+    "timm.models.xcit": ("XCA",),
+}
+"""Classes whose ``qkv`` has all queries, then all keys, then all values, by their module: timm has
+others of the same name."""
+
+_GATED_QUERIES = (
+    "Qwen3NextAttention",
+    "Qwen3_5Attention",
+    "Qwen3_5MoeAttention",
+    "Qwen4ExpTextAttention",
+)
+"""Classes of transformers whose ``q_proj`` has the queries of a head, then their gates."""
+
 _SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -99,8 +135,19 @@ def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight
         return FusedWeight("mla", None, partial(_in_groups, groups=groups), {})
     if child in GATED:
         return _gate_beside_up(owner, child)
+    if child == "qkv" and isinstance(linear, nn.Linear) and _has_thirds(owner):
+        return _thirds(_number(_HEADS, owner))
+    if child == "q_proj" and is_a(owner, "transformers", *_GATED_QUERIES):
+        return _gated_queries(owner)
     names = _names_beside(owner, child)
     return None if names is None else _heads(owner, child, names)
+
+
+def own_weight(module: nn.Module, leaf: str) -> FusedWeight | None:
+    """Return how a module's own parameter is fused; None if it is one matrix or unknown."""
+    if isinstance(module, nn.MultiheadAttention) and leaf == "in_proj_weight":
+        return _thirds(module.num_heads)
+    return None
 
 
 def inputs_first(module: nn.Module, dims: int) -> bool | None:
@@ -199,6 +246,29 @@ def _latent_attention(owner: nn.Module, child: str) -> FusedWeight | None:
     of_values = child == "kv_b_proj"
     lengths = {"k_nope": nope, "v": value} if of_values else {"q_nope": nope, "q_pos": rotary}
     return repeated("mla", lengths, heads, lengths)
+
+
+def _has_thirds(owner: nn.Module) -> bool:
+    return any(cls.__name__ in _THIRDS.get(cls.__module__, ()) for cls in type(owner).__mro__)
+
+
+def _thirds(heads: int | None) -> FusedWeight:
+    """Queries, keys and values of equal size, one below another."""
+    return FusedWeight("qkv", None, _in_thirds, {"heads": heads})
+
+
+def _in_thirds(shape: tuple[int, ...], *, heads: int | None = None) -> Split:
+    rows = shape[-2] // 3
+    return qkv(shape, [rows] * 3, head_dim=rows // heads if heads else None)
+
+
+def _gated_queries(owner: nn.Module) -> FusedWeight | None:
+    """Queries and gates, which alternate by head."""
+    head_dim = _number(_HEAD_DIM, owner)
+    if not head_dim:
+        return None
+    lengths = {"q": head_dim, "gate": head_dim}
+    return repeated("qkv", lengths, _shape_of(owner, "q_proj")[0] // (2 * head_dim), lengths)
 
 
 def _in_groups(shape: tuple[int, ...], *, groups: int) -> Split:

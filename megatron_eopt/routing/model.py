@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,7 @@ from megatron_eopt.routing.splits import (
     QKV_TAG,
     declared_qkv,
     find_splits,
+    layer_kind,
     of_all_layers,
 )
 
@@ -279,20 +281,45 @@ def log_routing(settings: Settings, routing: Routing) -> None:
 
 
 def format_routing(settings: RunSettings, routing: Routing) -> str:
-    """Return a Markdown table of this rank's parameters, in model order."""
-    rows = []
+    """Return a Markdown table of this rank's parameters in model order, and a line of sums.
+
+    Parameters of repeated layers that get the same have one row, with ``*`` for the numbers of the
+    layers, how many they are, and the shape and split of the first.
+    """
+    found: dict[tuple[str, ...], list[tuple[str, str, str]]] = {}
     for route in routing.routes:
         item, values = route.parameter, route.values
         decay = values.get("start_wd", settings.config.weight_decay) * values.get("wd_mult", 1.0)
         rate = values.get("max_lr", settings.config.lr)
         rates = ("" if rate is None else f"{rate:g}", f"{decay:g}")
         shape = " x ".join(map(str, item.shape)) + (" (expert)" if item.is_expert else "")
-        cells = (item.name, shape, route.optimizer, _describe(routing.splits.get(item.param)))
-        rows.append((*cells, *rates, route.why))
+        split = routing.splits.get(item.param)
+        key = (layer_kind(item.name), route.optimizer, split.kind if split else "", *rates)
+        row = (item.name, shape, _describe(split))
+        found.setdefault((*key, route.why), []).append(row)
+    rows = []
+    for (kind, optimizer, _, *cells), alike in found.items():
+        names, shapes, splits = map(list, zip(*alike, strict=True))
+        name = names[0] if len(names) == 1 else f"{kind} ({len(names)})"
+        shape, split = (its[0] + ", ..." * (len(set(its)) > 1) for its in (shapes, splits))
+        rows.append((name, shape, optimizer, split, *cells))
     widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
     lines = [_COLUMNS, ["-" * width for width in widths], *rows]
     padded = (map(str.ljust, line, widths) for line in lines)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
+    return "\n".join([*(f"| {' | '.join(cells)} |" for cells in padded), "", _sums(routing)])
+
+
+def _sums(routing: Routing) -> str:
+    """Return how many parameters, and numbers in them, each optimizer updates."""
+    sizes: dict[str, list[int]] = {}
+    for route in routing.routes:
+        sizes.setdefault(route.optimizer, []).append(math.prod(route.parameter.shape))
+    whole = sum(map(sum, sizes.values())) or 1
+    texts = (
+        f"{name} {len(its)} parameters, {sum(its):,} numbers ({sum(its) / whole:.1%})"
+        for name, its in sizes.items()
+    )
+    return f"In all: {'; '.join(texts)}"
 
 
 def _describe(split: Split | None) -> str:

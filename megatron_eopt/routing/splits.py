@@ -93,7 +93,12 @@ def find_splits(
 
 def of_all_layers(names: Iterable[str]) -> str:
     """Return a list of names for a message, with one name for all layers."""
-    return ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
+    return ", ".join(dict.fromkeys(map(layer_kind, names)))
+
+
+def layer_kind(name: str) -> str:
+    """Return a parameter's name with ``*`` in place of the numbers of layers."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def declared_qkv(param: nn.Parameter) -> list[int] | None:
@@ -171,9 +176,17 @@ def _split_of(weight: HeldParameter, which: Collection[SplitT], unknown: list[st
     grouped = is_te or isinstance(weight.owner, TEGroupedMLP)
     if declared is None and inputs_come_first is None and weight.is_stack and not grouped:
         return _fitted(weight, lambda shape: replace(whole(shape), kind=NO_ORDER))
-    if is_convolution or first or ((declared or grouped) and weight.dims != 2):
+    if is_convolution:
+        return _fitted(weight, _turned(_in_groups) if first else _in_groups)
+    if first or ((declared or grouped) and weight.dims != 2):
         return _fitted(weight, _turned(whole) if first else whole)
     return None
+
+
+def _in_groups(shape: tuple[int, ...]) -> Split:
+    """Return the split of a convolution, whose groups are a matrix each."""
+    split = whole(shape)
+    return replace(split, kind="groups") if len(shape) == 3 else split
 
 
 def _inputs_first(weight: HeldParameter) -> bool | None:
@@ -190,6 +203,8 @@ def _fused_weight(weight: HeldParameter) -> known_megatron.FusedWeight | None:
     # of Megatron's own modules, all fused weights are known
     if fused is not None or type(weight.owner).__module__.startswith("megatron."):
         return fused
+    if (own := known_transformers.own_weight(weight.module, weight.leaf)) is not None:
+        return own
     return known_transformers.fused_weight(*layer)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_eopt.base.agreement import is_rank_0, raise_together, unconnected_processes
-from megatron_eopt.base.errors import ConfigurationTypeError
+from megatron_eopt.base.errors import ConfigurationTypeError, refuse_deepspeed
 from megatron_eopt.base.names import OUTPUT_ATTRIBUTE
 from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
 from megatron_eopt.config.arguments import arguments_of
@@ -45,7 +45,7 @@ from megatron_eopt.routing.parameters import (
     trainable_parameters,
 )
 from megatron_eopt.routing.places import places_in
-from megatron_eopt.routing.plain_names import plain_paths
+from megatron_eopt.routing.plain_names import is_a, plain_paths
 from megatron_eopt.routing.splits import of_all_layers
 from megatron_eopt.storage.units import take_attributes
 from megatron_eopt.wrappers import megatron_fsdp, megatron_fsdp_v2
@@ -96,6 +96,7 @@ def build_optimizer(
         settings = settings_for_dtensors(resolve(config), own_loop=True)
         for error in megatron_fsdp.faults(managing, own_loop=True):
             raise error
+        refuse_deepspeed(any(hasattr(param, "ds_id") for param in model.parameters()))
         if not managing:
             named = names_in([model]).items()
             check_parameters({param: name for param, name in named if param.requires_grad})
@@ -105,6 +106,7 @@ def build_optimizer(
     if not isinstance(model, nn.Module):
         rule, hint = "must be an nn.Module", "Pass the model itself, not its parameters"
         raise ConfigurationTypeError("model", model, rule, hint)
+    refuse_deepspeed(is_a(model, "deepspeed", "DeepSpeedEngine"))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # the root stays unsharded after a forward pass

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+import types
 from dataclasses import dataclass, replace
 
 import pytest
@@ -106,3 +108,18 @@ def test_a_misspelled_field_is_answered_with_similar_ones():
     found = copy.deepcopy(replace(Own(optimizer="muon", bounded_muon_limit=0.2), lr=1.0))
     assert pickle.loads(pickle.dumps(EmergingOptimizerConfig(optimizer="soap"))).optimizer == "soap"
     assert (found.optimizer, found.bounded_muon_limit, found.lr) == ("muon", 0.2, 1.0)
+
+
+def test_deepspeed_is_refused_by_name(monkeypatch):
+    engine = type("DeepSpeedEngine", (torch.nn.Module,), {"__module__": "deepspeed.runtime.engine"})
+    assert refused(engine(), config()).startswith("DeepSpeed=True: its ZeRO flattens weights")
+    model = make_model()
+    model.up.weight.ds_id = 0  # as a weight that ZeRO-3 has taken apart
+    assert refused(model, config()).startswith("DeepSpeed=True")
+    # an optimizer that is given to it gets flat tensors in its groups
+    model = make_model()
+    optimizer = build_optimizer(model, config())
+    optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.zeros(100))]
+    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+    with pytest.raises(ConfigurationError, match=r"^DeepSpeed=True.* Use FSDP2 or DDP"):
+        optimizer.step()

@@ -139,9 +139,9 @@ def routing_of(library: str, name: str) -> dict[str, str]:
 
 def _rows(table: str) -> Iterator[tuple[str, str]]:
     """Yield the kind of each parameter, and what the table says about it."""
-    for line in table.splitlines()[3:]:
+    for line in (line for line in table.splitlines()[3:] if line.startswith("|")):
         name, _, optimizer, split, _, decay, why = (cell.strip() for cell in line.split("|")[1:-1])
-        yield _kind(name), f"{optimizer} | {split} | {decay} | {why}"
+        yield _kind(name.partition(" ")[0]), f"{optimizer} | {split} | {decay} | {why}"
 
 
 def _kind(name: str) -> str:

@@ -20,7 +20,7 @@ def built(model: nn.Module, **options: Any) -> tuple[dict[str, list[str]], list[
         settings = options.pop("config", None) or config(print_optimizer_routing=True)
         build_optimizer(model, settings, **options)
     (table,) = (line for line in lines if line.startswith("optimizer routing"))
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[3:]]
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[3:-2]]
     return {row[0]: [row[2], row[5], row[6]] for row in rows}, [
         line for line in lines if line is not table
     ]
@@ -204,3 +204,31 @@ def test_the_last_layer_of_a_sequential_model_gets_a_line():
     assert line.startswith("2: looks like an output layer")
     _, lines = built(nn.Sequential(*layers), output_layers=["2"])
     assert not lines
+
+
+def test_the_table_folds_repeated_layers_and_ends_in_sums():
+    blocks = [
+        nn.ModuleDict({"up": nn.Linear(8, n), "norm": nn.LayerNorm(n)}) for n in (8, 8, 8, 12)
+    ]
+    blocks[1]["up"].weight.use_muon = False
+    model = nn.ModuleDict(
+        {"blocks": nn.ModuleList(blocks), "own": nn.ModuleList([nn.Linear(4, 4)])}
+    )
+    model["conv"] = nn.Conv2d(8, 8, 3, groups=2, bias=False)
+    settings = config(muon_convolutions=True, print_optimizer_routing=True)
+    with listening() as lines:
+        build_optimizer(model, settings)
+    (table,) = (line for line in lines if line.startswith("optimizer routing"))
+    *rows, _, sums = table.splitlines()[3:]
+    cells = {row.split("|")[1].strip(): row for row in rows}
+    assert list(cells) == [
+        *("blocks.*.up.weight (3)", "blocks.*.up.bias (4)"),
+        *("blocks.*.norm.weight (4)", "blocks.*.norm.bias (4)", "blocks.1.up.weight"),
+        *("own.0.weight", "own.0.bias", "conv.weight"),
+    ]
+    assert "8 x 8, ..." in cells["blocks.*.up.weight (3)"]
+    assert "use_muon=False" in cells["blocks.1.up.weight"]
+    assert "groups: weight 2 x 4 x 36" in cells["conv.weight"]
+    matrices, rest = 64 + 64 + 96 + 16 + 8 * 4 * 9, 64 + 3 * 36 + 4
+    assert f"muon 5 parameters, {matrices} numbers" in sums
+    assert f"adam 14 parameters, {rest} numbers" in sums
