@@ -7,7 +7,8 @@ The script runs as if Python had started it: as the main module, with its argume
 on the module path. Its trainer also accepts the flags of megatron-eopt. Without a GPU, the
 processes run on the CPU and communicate over gloo (MEGATRON_EOPT_DEVICE=cpu|cuda overrides this).
 Flags that you leave out keep Megatron-LM's defaults; --optimizer-defaults recommended selects the
-defaults that megatron-eopt recommends.
+defaults that megatron-eopt recommends. A wrong setting ends the run with one sentence;
+MEGATRON_EOPT_TRACEBACK=1 adds where it was found.
 """
 
 import argparse

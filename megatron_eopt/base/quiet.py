@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megatron_eopt.base.errors import ConfigurationError
+
 _OF_NO_USE = (
     # megatron-core says so in a dozen modules; layers that need a package raise an error
     r"Transformer Engine and Apex are not installed",
@@ -44,12 +46,23 @@ def ignore_useless_warnings() -> None:
     _EXTENSIONS.setLevel(logging.ERROR)
 
 
+TRACEBACK = "MEGATRON_EOPT_TRACEBACK"
+"""Environment variable that adds the traceback to configuration errors if it is 1."""
+
+
 def report_errors_once() -> None:
-    """Let rank 0 alone print a configuration error that ends all ranks of a job."""
+    """Print a configuration error that ends a job as one sentence, of all ranks on rank 0 alone.
+
+    A traceback would say where this package found it, not what to change.
+    """
     others = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not getattr(error, "is_on_all_ranks", False) or os.environ.get("RANK", "0") == "0":
+        if getattr(error, "is_on_all_ranks", False) and os.environ.get("RANK", "0") != "0":
+            return
+        if isinstance(error, ConfigurationError) and os.environ.get(TRACEBACK) != "1":
+            sys.stderr.write(f"{kind.__name__}: {error}\n({TRACEBACK}=1 shows where)\n")
+        else:
             others(kind, error, trace)
 
     sys.excepthook = report

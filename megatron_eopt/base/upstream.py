@@ -36,14 +36,13 @@ _NAMES: dict[str, str] = {
     "megatron.core.models.mimo.model.base": "MimoModel",
     "megatron.core.tensor_parallel": "VocabParallelEmbedding",
     "megatron.core.tokenizers.utils.build_tokenizer": "vocab_size_with_padding",
-    "megatron.core.transformer.moe.router": "Router",
     "megatron.core.transformer.experimental_attention_variant.absorbed_mla": "AbsorbedMLA"
     "SelfAttention",
     "megatron.core.transformer.fsdp_dtensor_checkpoint": "get_global_unique_param_name "
     "expert_param_local_key",
     "megatron.core.dist_checkpointing.strategies.torch": "FileSystemReader",
     "megatron.training.training": "get_megatron_optimizer_config get_megatron_ddp_config "
-    "wrap_model_chunks_with_ddp train_step training_log",
+    "wrap_model_chunks_with_ddp setup_model_and_optimizer train_step training_log",
     "megatron.training.models.dist_utils": "_ddp_wrap",
     "megatron.training.arguments": "parse_args validate_args",
     "megatron.training.async_utils": "schedule_async_save maybe_finalize_async_save",

@@ -45,6 +45,7 @@ WRAPPED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "parse_args": trainer.with_our_flags,
     "validate_args": trainer.validating_known_flags,
     "get_megatron_ddp_config": trainer.sharding_ddp_config,
+    "setup_model_and_optimizer": trainer.requiring_a_rate,
 }
 """Wrappers around Megatron functions, by name."""
 

@@ -2,11 +2,15 @@
 
 import argparse
 import dataclasses
+import functools
 import inspect
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,12 +20,22 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_eopt import cpu
 from megatron_eopt.arguments import add_arguments as _extend_parser
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.errors import ConfigurationError, did_you_mean
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint.local_state import refuse_rank_files
 
 ProviderT = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+
+@contextmanager
+def _of_all_ranks() -> Iterator[None]:
+    """In a block, mark configuration errors as those of all ranks, which have the same flags."""
+    try:
+        yield
+    except ConfigurationError as error:
+        error.is_on_all_ranks = True
+        raise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -35,9 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _extended(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags, and escape percent signs in help texts that would make ``--help`` fail.
+    """Add our flags, and let errors name similar ones in place of printing all.
 
-    megatron-core 0.19.2 has one in ``--moe-paged-stash-buffer-size-factor-cuda``.
+    Percent signs in help texts, which would make ``--help`` fail, are escaped: megatron-core 0.19.2
+    has one in ``--moe-paged-stash-buffer-size-factor-cuda``.
     """
     for action in _extend_parser(parser)._actions:
         if action.help is None or action.help is argparse.SUPPRESS:
@@ -46,7 +61,27 @@ def _extended(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             action.help % {**vars(action), "prog": parser.prog}
         except (KeyError, TypeError, ValueError):
             action.help = action.help.replace("%", "%%")
+    parser.error = functools.partial(_refuse_flags, parser)  # type: ignore[method-assign,assignment]
     return parser
+
+
+_UNKNOWN = re.compile(r"unrecognized arguments: (--[\w-]+)|ambiguous option: (--[\w-]+)")
+_CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL)
+
+
+def _refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """End the process as argparse does, but with similar names in place of hundreds of flags."""
+    hint = f"{parser.prog} --help lists all flags"
+    if (match := _UNKNOWN.search(message)) is not None:
+        flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+        hint = did_you_mean(match[1] or match[2], flags, hint, shown=str)
+    elif (match := _CHOICE.match(message)) is not None:
+        names = [name.strip("' ") for name in match[3].split(",")]
+        message = f"argument {match[1]}: {match[2]!r} is not one of its values"
+        hint = did_you_mean(match[2], names, f"Choose one of {', '.join(names)}", shown=str)
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"{parser.prog}: error: {message}. {hint}\n")
+    raise SystemExit(2)
 
 
 @around
@@ -73,9 +108,10 @@ def with_our_flags(
             parser.set_defaults(optimizer_defaults="megatron")
         return parser
 
-    args: argparse.Namespace = original(provider, ignore_unknown_args)
-    if cpu.is_enabled():
-        cpu.check_supported(args)
+    with _of_all_ranks():
+        args: argparse.Namespace = original(provider, ignore_unknown_args)
+        if cpu.is_enabled():
+            cpu.check_supported(args)
     return args
 
 
@@ -88,19 +124,13 @@ def validating_known_flags(
     These are both FSDPs and off-loading with optimizers other than Adam and SGD (FSDP is checked as
     for Adam), and QK-clip with local attention, whose logits we record.
     """
-    _check_helpers(Path(inspect.getfile(datasets)).parent)
+    with _of_all_ranks():
+        _check_flags(args)
     pretended: dict[str, Any] = {}
     is_ours = args.optimizer not in STANDARD_OPTIMIZERS
-    if getattr(args, "use_megatron_fsdp", False):
-        _check_megatron_fsdp(args)
-        pretended |= {"optimizer": "adam"} if is_ours else {}
-    if getattr(args, "use_torch_fsdp2", False):
-        (_check_torch_fsdp2 if is_ours else _check_saving)(args)
-        pretended |= {"optimizer": "adam"} if is_ours else {}
+    is_fsdp = getattr(args, "use_megatron_fsdp", False) or getattr(args, "use_torch_fsdp2", False)
     if is_ours:
-        _check_persistent_worker(args)
-        if getattr(args, "ckpt_format", None) == "torch" and is_sharded(args):
-            raise refuse_rank_files("--ckpt-format", "torch")
+        pretended |= {"optimizer": "adam"} if is_fsdp else {}
         # megatron-core's off-loading needs the precision-aware Adam, which the check demands; this
         # package's own does not
         pretended["optimizer_cpu_offload"] = False
@@ -113,6 +143,23 @@ def validating_known_flags(
     finally:
         # also after an error, which a caller may catch
         vars(args).update(asked)
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raise an error for flags that contradict each other, or would fail much later."""
+    _check_helpers(Path(inspect.getfile(datasets)).parent)
+    if getattr(args, "fp16", False) and getattr(args, "bf16", False):
+        rule, hint = "cannot be combined with --bf16", "Leave out one of them"
+        raise ConfigurationError("--fp16", True, rule, hint)
+    is_ours = args.optimizer not in STANDARD_OPTIMIZERS
+    if getattr(args, "use_megatron_fsdp", False):
+        _check_megatron_fsdp(args)
+    if getattr(args, "use_torch_fsdp2", False):
+        (_check_torch_fsdp2 if is_ours else _check_saving)(args)
+    if is_ours:
+        _check_persistent_worker(args)
+        if getattr(args, "ckpt_format", None) == "torch" and is_sharded(args):
+            raise refuse_rank_files("--ckpt-format", "torch")
 
 
 def _check_helpers(folder: Path) -> None:
@@ -195,6 +242,18 @@ def is_sharded(args: Any) -> bool:
     """Return whether flags ask for sharded optimizer state in Megatron's buffers."""
     layer_wise = getattr(args, "use_layer_wise_distributed_optimizer", False)
     return args.use_distributed_optimizer or layer_wise or args.optimizer.startswith("dist_")
+
+
+@around
+def requiring_a_rate(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """Raise an error for a missing learning rate before the model is built, not after."""
+    from megatron.training import get_args  # late, since only trainers have it
+
+    flags = get_args()
+    if flags.lr is None and not flags.skip_train:
+        with _of_all_ranks():
+            raise ConfigurationError("--lr", None, "training needs a learning rate", "Pass --lr")
+    return original(*args, **kwargs)
 
 
 @around

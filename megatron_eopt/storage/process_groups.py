@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import distributed
 
@@ -14,10 +15,15 @@ def process_groups(pg_collection: Any) -> Any:
     A collection may lack the tensor-parallel group if all its groups have the ranks of Megatron's.
 
     Raises:
-        ConfigurationError: If that group is missing, and another one differs from Megatron's.
+        ConfigurationError: If that group is missing, and another one differs from Megatron's or
+            Megatron has none yet.
     """
     if pg_collection is not None and getattr(pg_collection, "tp", None) is not None:
         return pg_collection
+    if not parallel_state.model_parallel_is_initialized():
+        rule = "Megatron's process groups do not exist yet"
+        hint = "Call megatron.core.parallel_state.initialize_model_parallel before, or pass groups"
+        raise ConfigurationError("pg_collection", pg_collection, rule, hint)
     collection = ProcessGroupCollection.use_mpu_process_groups()
     # the tensor-parallel group is taken from Megatron's global state, which must describe the same
     # job

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from megatron_eopt import cpu, launch, megatron_lm
+from megatron_eopt.base.errors import ConfigurationError
 from tests.functional.script import EXPERTS, STOCK_SCRIPT, TINY, losses, run_here, run_stock
 from tests.harness import run_ranks
 
@@ -133,3 +134,16 @@ def test_child_processes_import_the_script_under_the_launcher(package):
     assert found["double"] == 4
     assert found["cpu"]
     assert found["installed"]
+
+
+def _without_a_rate() -> tuple[str, bool]:
+    with pytest.raises(ConfigurationError) as caught:
+        launched(str(STOCK_SCRIPT), *[flag for flag in TINY if flag not in ("--lr", "1e-2")])
+    return str(caught.value), caught.value.is_on_all_ranks
+
+
+def test_a_missing_rate_is_named_before_the_model_is_built(capfd):
+    found = run_ranks(2, _without_a_rate, cpu=False)
+    message = "--lr=None: training needs a learning rate. Pass --lr."
+    assert found == [(message, True)] * 2
+    assert "number of parameters" not in capfd.readouterr().out

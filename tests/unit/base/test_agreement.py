@@ -1,5 +1,7 @@
 """What one rank refuses, all refuse alike; none waits for another, or holds more than it must."""
 
+import contextlib
+import io
 import os
 import sys
 import threading
@@ -221,18 +223,37 @@ def _refuse() -> None:
 
 def _printed_by_the_hook(group: bool, raised: Any = raise_together) -> bool:
     """Return whether a configuration error of all ranks, or of a group, would be printed."""
-    shown: list[BaseException] = []
-    original, sys.excepthook = sys.excepthook, lambda _kind, error, _trace: shown.append(error)
+    printed = io.StringIO()
+    original = sys.excepthook
     try:
         report_errors_once()
         peers = distributed.new_group([0, 1]) if group else None
         os.environ["RANK"] = str(distributed.get_rank())
         with pytest.raises(ConfigurationError) as caught:
             raised(_refuse, *([peers] if group else []))
-        sys.excepthook(caught.type, caught.value, None)
+        with contextlib.redirect_stderr(printed):
+            sys.excepthook(caught.type, caught.value, caught.tb)
     finally:
         sys.excepthook = original
-    return bool(shown)
+    return bool(printed.getvalue())
+
+
+def test_a_configuration_error_is_one_sentence_unless_the_traceback_is_asked_for(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    report_errors_once()
+    texts = []
+    for wanted in ("0", "1"):
+        monkeypatch.setenv("MEGATRON_EOPT_TRACEBACK", wanted)
+        for error in (_refuse, lambda: 1 / 0):
+            printed = io.StringIO()
+            with contextlib.redirect_stderr(printed):
+                try:
+                    error()
+                except Exception as raised:
+                    sys.excepthook(type(raised), raised, raised.__traceback__)
+            texts.append(printed.getvalue())
+    assert texts[0] == "CheckpointError: a=1: b. C.\n(MEGATRON_EOPT_TRACEBACK=1 shows where)\n"
+    assert all(text.startswith("Traceback") for text in texts[1:])
 
 
 def test_rank_0_alone_prints_an_error_of_all_ranks():

@@ -1,6 +1,8 @@
 """The trainer's parser while we are installed."""
 
 import argparse
+import contextlib
+import io
 import re
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -138,6 +140,45 @@ def test_flags_that_fsdp_cannot_serve_are_refused(given, message):
     check = validating_known_flags(lambda args, defaults: args)
     with pytest.raises(ConfigurationError, match=message):
         check(argparse.Namespace(**given))
+
+
+WRONG = [
+    (
+        ["--optimizer", "mouon"],
+        "argument --optimizer: 'mouon' is not one of its values. Did you mean ",
+    ),
+    (
+        ["--muon-momentun", "0.9"],
+        "unrecognized arguments: --muon-momentun 0.9. Did you mean --muon-m",
+    ),
+    (["--muon-tp-mode", "none"], "'none' is not one of its values. Choose one of blockwise, "),
+    (["--xyzzy"], "unrecognized arguments: --xyzzy. script.py --help lists all flags"),
+    (["--lr", "much"], "argument --lr: invalid float value: 'much'. script.py --help"),
+]
+
+
+def said(flags: list[str], rank: str) -> str:
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(printed):
+        patch.setenv("RANK", rank)
+        with pytest.raises(SystemExit, match="2"):
+            parsed(flags)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(("flags", "message"), WRONG, ids=[flags[0] for flags, _ in WRONG])
+def test_a_misspelled_flag_is_answered_in_one_line(flags, message):
+    (first,), (second,) = run_ranks(1, said, flags, "0"), run_ranks(1, said, flags, "1")
+    assert message in first
+    assert first.count("\n") == 1
+    assert not second, "all ranks have the same flags"
+
+
+def test_two_precisions_are_named():
+    check = validating_known_flags(lambda args, defaults: args)
+    with pytest.raises(ConfigurationError, match="--fp16=True: cannot be combined with") as caught:
+        check(argparse.Namespace(**MUON, fp16=True, bf16=True))
+    assert caught.value.is_on_all_ranks
 
 
 def test_what_megatron_would_refuse_it_is_not_shown_but_keeps():

@@ -151,3 +151,11 @@ def test_arguments_of_a_wrong_kind_are_named(arguments, name):
     config = OptimizerConfig(optimizer="muon", lr=0.1)
     with pytest.raises((ConfigurationError, ConfigurationTypeError), match=name):
         get_megatron_optimizer(**{"config": config, "model_chunks": [CHUNK], **arguments})
+
+
+@pytest.mark.parametrize("name", ["muon", "adam"])
+def test_groups_that_do_not_exist_yet_are_named(name):
+    with pytest.raises(
+        ConfigurationError, match=r"^pg_collection=None: .*initialize_model_parallel"
+    ):
+        get_megatron_optimizer(EmergingOptimizerConfig(optimizer=name), [torch.nn.Linear(2, 2)])
