@@ -102,6 +102,7 @@ def main(given: list[str] | None = None) -> int:
         print("Stopped. Run the same command again to continue.")
         return 130
     path = options.json or options.out / "figures.json"
+    settings["rounds"] = options.rounds
     publish({**settings, "models": models, "deviations": apart}, before, path)
     print(f"All figures: {path}")
     return 0

@@ -97,7 +97,7 @@ class Task:
 
 TASKS = {
     "vit": Task("ViT", lambda width: Transformer(width, True), images, 64, 512),
-    "convnet": Task("convolutional net", ConvNet, images, 64, 512),
+    "convnet": Task("Convolutional net", ConvNet, images, 64, 512),
     "gpt": Task("GPT", lambda width: Transformer(width, False), text, 16, 128),
 }
 
