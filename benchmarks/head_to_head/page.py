@@ -22,8 +22,8 @@ How [`build_optimizer`](../how_to/pytorch.md) compares with `torch.optim.Muon`, 
 alone, in a plain PyTorch loop. In short:
 
 {short}
-* **Between both Muons**, losses differ less than between seeds. Our step takes about half as long
-  on the ViT and the GPT, and longer on the convolutional net, whose convolutions get Muon, too.
+* **Between both Muons**, losses differ less than between seeds. Our optimizer's step is faster on
+  the ViT and the GPT. It is slower on the convolutional net, since convolutions get Muon, too.
 * **At equal settings**, both Muons differ by rounding only.
 
 The models are tiny and the runs short. They say nothing about large models.
@@ -33,7 +33,7 @@ The models are tiny and the runs short. They say nothing about large models.
 {results}
 
 * **Held-out loss** is the mean of three seeds, with their range, in nats per image or byte.
-* **Steps** are those of {steps} after which the mean loss is AdamW's final one.
+* **Steps** are how many of {steps} it takes until the mean loss is AdamW's final one.
 * **Times** are medians of {rounds} steps, in turn, on {machine}.
   Other work ran beside them: compare them within a model only.
 
@@ -50,9 +50,9 @@ has its default coefficients: `quintic` here, and `simple` in torch. On the ViT 
 else differs.
 
 All three have the same initial weights, batches, clipping at norm 1 and weight decay of 0.1, but
-none of norms and biases. One learning rate for all parameters rises over {warm_up} steps, then falls
-linearly to zero. Adam's betas are 0.9 and 0.95: the usual 0.999 averages over more steps than a run
-has.
+none of norms and biases. One learning rate for all parameters rises over {warm_up} steps, then
+falls linearly to zero. Adam's betas are 0.9 and 0.95: the usual 0.999 averages over more steps than
+a run has.
 
 | model | parameters | of hidden linear layers | data |
 | --- | ---: | ---: | --- |
@@ -63,8 +63,8 @@ has.
 * **Text** is the source code of Python's standard library: 16 sequences of 64 bytes a batch. Files
   of the held-out loss are not trained on.
 
-Each learning rate was tuned with seed 0, on a grid of factor {factor} that grew until the best rate was
-inside. Seeds 1 to 3, which tuning did not see, then trained at that rate.
+Learning rates were tuned with seed 0, on a grid of factor {factor} that grew until the best rate
+was inside. Seeds 1 to 3, which tuning did not see, then trained at that rate.
 
 ## At equal settings
 
@@ -115,8 +115,8 @@ def bullet(name: str, model: dict[str, Any], figures: dict[str, Any]) -> str:
     steps = model["arms"]["ours"]["steps_to_adamw"]
     reached = f"{steps:.0f} of {figures['steps']} steps" if steps else "no step"
     return (
-        f"* **{TASKS[name].title}**: the held-out loss is {mine} for ours, {theirs} for torch's pair\n"
-        f"  and {plain} for AdamW. Ours reaches AdamW's loss after {reached}."
+        f"* **{TASKS[name].title}**: the held-out loss is {mine} for ours, {theirs} for torch's\n"
+        f"  pair and {plain} for AdamW. Ours reaches AdamW's loss after {reached}."
     )
 
 
