@@ -28,9 +28,16 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    both = f"(default: {' '.join(TASKS)})"
-    parser.add_argument("--models", nargs="+", choices=TASKS, default=[*TASKS], help=both)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="(default: 1 2 3)")
+    parser.add_argument(
+        "--models", nargs="+", choices=TASKS, default=[*TASKS], help="to train (default: all)"
+    )
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[1, 2, 3],
+        help="of initial weights and batches, at the best rate (default: 1 2 3)",
+    )
     parser.add_argument("--steps", type=int, default=300, help="of each run (default: 300)")
     parser.add_argument(
         "--width", type=int, default=64, help="of all models, a multiple of 16 (default: 64)"
@@ -39,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         "--rounds", type=int, default=60, help="timed steps of each optimizer (default: 60)"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/head_to_head"), help="(default: %(default)s)"
+        "--out", type=Path, default=Path("runs/head_to_head"), help="folder (default: %(default)s)"
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="all figures (default: figures.json in --out)"
