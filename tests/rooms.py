@@ -38,9 +38,11 @@ OUTSIDE = {
         " unit/scripts/test_replay.py",
     ),
     "scripts": (
-        "scripts megatron_eopt/launch.py benchmarks/compare_optimizers docs/how_to README.md",
+        "scripts megatron_eopt/launch.py benchmarks/compare_optimizers benchmarks/head_to_head"
+        " docs/how_to README.md",
         "functional/test_commands.py functional/test_compare_optimizers.py"
-        " functional/test_launch.py functional/test_launchers.py functional/test_quickstart.py"
+        " functional/test_head_to_head.py functional/test_launch.py"
+        " functional/test_launchers.py functional/test_quickstart.py"
         " functional/test_slurm.py unit/scripts/test_prepare_corpus.py"
         " unit/scripts/test_quickstart.py",
     ),

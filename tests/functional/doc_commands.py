@@ -31,6 +31,7 @@ RULES = (
         "parse",
         "tests/functional/test_compare_optimizers.py trains smaller models",
     ),
+    Rule(r"python -m benchmarks\.head_to_head .*", "help", "it would train for 40 minutes"),
     Rule(
         r"(UPSTREAM=\S+ )?\./scripts/test\.sh( --all(-rooms)?| \w+)?",
         "parse",

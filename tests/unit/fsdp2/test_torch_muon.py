@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.head_to_head.deviation import torch_multiplies_in
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from megatron_eopt.optimizers.muon import TensorParallelMuon
@@ -22,6 +23,8 @@ IN_16_BITS = 3e-2
 """Relative. Each of torch's products is rounded to 2^-9, and (3.4, -4.8, 2.0) makes errors of small
 singular values up to 3.4 times as large in each step."""
 
+IN_FLOAT32 = 1e-5
+"""Relative, likewise: products are rounded to 2^-24, and so is each change of a weight."""
 
 HEADING = "### From torch.optim.Muon\n"
 PAGE = (ROOT / "docs/how_to/choosing.md").read_text().partition(HEADING)[2]
@@ -46,15 +49,17 @@ def stepped(model: nn.Module, optimizer: Any, size: float = 1.0, steps: int = 3)
     return [param.detach() - old for param, old in zip(model.parameters(), before, strict=True)]
 
 
-def of_torch(size: float = 1.0, **settings: Any) -> list[Tensor]:
+def of_torch(size: float = 1.0, steps: int = 3, **settings: Any) -> list[Tensor]:
     model = matrices()
-    return stepped(model, torch.optim.Muon(model.parameters(), **settings), size)
+    return stepped(model, torch.optim.Muon(model.parameters(), **settings), size, steps)
 
 
-def of_ours(overrides: Any = None, **fields: Any) -> list[Tensor]:
+def of_ours(
+    overrides: Any = None, size: float = 1.0, steps: int = 3, **fields: Any
+) -> list[Tensor]:
     model = matrices()
     config = EmergingOptimizerConfig(optimizer="muon", **fields)
-    return stepped(model, build_optimizer(model, config, overrides))
+    return stepped(model, build_optimizer(model, config, overrides), size, steps)
 
 
 def far(ours: list[Tensor], theirs: list[Tensor]) -> float:
@@ -74,6 +79,21 @@ def test_its_coefficients_give_its_updates(triple: tuple[float, ...], steps: int
         assert far(of_ours(**ALIKE, **given, muon_coefficient_type=triple), theirs) < IN_16_BITS
         # the named set with other numbers does not
         assert far(of_ours(**ALIKE, **given, muon_coefficient_type="aol"), theirs) > IN_16_BITS
+
+
+@pytest.mark.parametrize("triple", COEFFICIENTS)
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("original", "shape_scaling"), ("match_rms_adamw", "adamw_rms")]
+)
+def test_in_float32_both_are_equal(triple: tuple[float, ...], theirs: str, ours: str) -> None:
+    for size, eps in ((1.0, 1e-7), (1e-9, 1e-8)):  # only norms near eps show it
+        with torch_multiplies_in(torch.float32):
+            given = {"ns_coefficients": triple, "adjust_lr_fn": theirs, "eps": eps}
+            expected = of_torch(size, 10, **RATES, **given)
+        fields = ALIKE | {"muon_scale_mode": ours, "muon_fp32_matmul_prec": "highest"}
+        overrides = {ParamKey(name="*"): {"ns_eps": eps}}
+        found = of_ours(overrides, size, 10, **fields, muon_coefficient_type=triple)
+        assert far(found, expected) < IN_FLOAT32
 
 
 def test_single_parameters_may_have_coefficients_of_their_own() -> None:

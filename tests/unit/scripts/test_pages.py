@@ -6,11 +6,13 @@ import sys
 import pytest
 
 from benchmarks import page as benchmarks_page
+from benchmarks.head_to_head import page as head_to_head
 from scripts import reference_pages
 
 
 def test_benchmarks():
     assert benchmarks_page.TARGET.read_text() == benchmarks_page.page()
+    assert head_to_head.TARGET.read_text() == head_to_head.page()
 
 
 @pytest.mark.tested_release

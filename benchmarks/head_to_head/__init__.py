@@ -1,0 +1,1 @@
+"""Compare this package with torch.optim.Muon and AdamW in plain PyTorch, on small models."""
