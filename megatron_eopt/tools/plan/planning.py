@@ -144,7 +144,7 @@ def plan(
         rank=worst.busiest,
         report=busiest.report,
         times=busiest.times,
-        optimizer=config.optimizer,
+        optimizer=resolve(config).optimizer,
         adam=times(runs.adam_of(worst.busiest), machine),
         fullest=(fullest.busiest, memory),
         adam_memory=runs.adam_of(fullest.busiest).memory,
