@@ -17,14 +17,16 @@ find_python() {
 }
 
 install_packages() {
-    local python="$1" index
+    local python="$1" index quiet
     "$python" -m pip install --quiet --disable-pip-version-check uv
     # uv does not read pip's settings, so pass it the index that pip uses
     index="${PIP_INDEX_URL:-$("$python" -m pip config get global.index-url 2>/dev/null || true)}"
     if [[ -n "$index" && -z "${UV_DEFAULT_INDEX:-}" ]]; then
         export UV_DEFAULT_INDEX="$index"
     fi
-    "$python" -m uv pip install --quiet --python "$python" --requirement requirements.lock ||
+    # bars of what it downloads, on a terminal
+    [[ -t 2 ]] && quiet=() || quiet=(--quiet)
+    "$python" -m uv pip install "${quiet[@]}" --python "$python" --requirement requirements.lock ||
         "$python" -m pip install --disable-pip-version-check --requirement requirements.lock
     "$python" -m uv pip install --quiet --python "$python" --no-deps --editable .
     # otherwise every process spends 15 seconds compiling the 3,000 modules that it imports

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_eopt.base.names import SCALAR_OPTIMIZERS, STANDARD_OPTIMIZERS, OptimizerDefaultsT
+from megatron_eopt.base.names import STANDARD_OPTIMIZERS, OptimizerDefaultsT
 from megatron_eopt.math import backend_names, coefficient_names
 from megatron_eopt.math.coefficients import CoefficientsLike
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
@@ -20,7 +20,7 @@ def choices_of_trainer_flags() -> dict[str, tuple[str, ...]]:
     names = optimizer_names()
     # resolving a configuration warns of these names
     old = tuple(f"dist_{name}" for name in names if name not in STANDARD_OPTIMIZERS)
-    return {**CHOICES, "muon_scalar_optimizer": SCALAR_OPTIMIZERS, "optimizer": (*names, *old)}
+    return {**CHOICES, "optimizer": (*names, *old)}
 
 
 def coefficients(text: str) -> CoefficientsLike:

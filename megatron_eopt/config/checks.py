@@ -16,7 +16,12 @@ from megatron_eopt.base.errors import (
     check_number,
     naming,
 )
-from megatron_eopt.base.names import CAUTIOUS_DECAY, STANDARD_OPTIMIZERS, TpModeT
+from megatron_eopt.base.names import (
+    CAUTIOUS_DECAY,
+    SCALAR_OPTIMIZERS,
+    STANDARD_OPTIMIZERS,
+    TpModeT,
+)
 from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.fields import (
     constructor_parameters,
@@ -48,6 +53,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "muon_fp32_matmul_prec": get_args(PrecisionT),
     "muon_algorithm": get_args(AlgorithmT),
     "muon_momentum_dtype": MOMENTUM_DTYPES,
+    "muon_scalar_optimizer": SCALAR_OPTIMIZERS,
     "adaptive_muon_moment2_method": get_args(Moment2MethodT),
 }
 

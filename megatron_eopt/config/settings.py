@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
 from megatron_eopt.base.errors import check_choice
-from megatron_eopt.base.names import IN_RANK_FILES, SCALAR_OPTIMIZERS, STANDARD_OPTIMIZERS
+from megatron_eopt.base.names import IN_RANK_FILES, STANDARD_OPTIMIZERS
 from megatron_eopt.base.upstream import warn_of_untested_releases
 from megatron_eopt.config import checks, registry
 from megatron_eopt.config.config import EmergingOptimizerConfig, complete
@@ -143,7 +143,7 @@ def resolve(config: Any) -> Settings:
     scalar = name if is_standard else "adam"
     if not is_standard and "muon_scalar_optimizer" in registry.consumed_by(name):
         scalar = config.muon_scalar_optimizer
-        check_choice("muon_scalar_optimizer", scalar, SCALAR_OPTIMIZERS)
+        check_choice("muon_scalar_optimizer", scalar, checks.CHOICES["muon_scalar_optimizer"])
     checks.check_values(config, {name, scalar})
     if config.muon_overlap_dp_comm:
         checks.refuse_for_overlap(config, is_served=(name, storage) == ("muon", "sharded"))

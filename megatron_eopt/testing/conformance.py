@@ -164,7 +164,7 @@ def check(
             except Exception as error:
                 raise ConformanceError(f"the ranks failed: {error}") from error
             if problems := [line for _, found in replies for line in found]:
-                raise ConformanceError("\n".join(dict.fromkeys(problems)))
+                raise ConformanceError(_summary(name, list(dict.fromkeys(problems))))
             references = replies[0][0]
     lines = [f"{case.name}{'' if case.is_saved else ', not resumed'}" for case in cases]
     if storage is None and not HAS_VERSION_2:
@@ -174,6 +174,46 @@ def check(
 
 
 # What a rank does
+
+
+_CAUSES = (
+    (
+        lambda line: "skipped, because" in line,
+        "A skipped step changes something: heed self.grad_scale, or set fuses_grad_scale = False",
+    ),
+    (
+        lambda line: ", continued from" in line,
+        "A resumed run lacks something: keep it in item.state, and create it in init",
+    ),
+    (
+        lambda line: ", off-loaded" in line,
+        "Memory is used when it is no longer valid: see Note [Lifetimes] of update_rule.py",
+    ),
+    (
+        lambda line: ", in teams" in line,
+        "A slab is taken for a matrix: add up with reduce, or do not set takes_slabs",
+    ),
+    (
+        lambda line: " on 1" in line,
+        "The number of waves matters: _directions, _update and _apply run once for each wave, so "
+        "count steps, and add up over parameters, in _run",
+    ),
+    (
+        lambda line: " on 2" in line,
+        "What a rank stores is taken for a whole matrix: use partial_sums and use_totals, or sums "
+        "of stored_matrices",
+    ),
+)
+"""What all lines of problems say, and what then usually is the cause; the first that fits counts.
+"""
+
+
+def _summary(name: str, problems: Sequence[str]) -> str:
+    """Return the cause that all problems suggest, the first of them and, last, all."""
+    fitting = (cause for fits, cause in _CAUSES if all(map(fits, problems)))
+    cause = next(fitting, "Several causes: mend the first, and check again")
+    first, *rest = problems
+    return "\n".join([f"{name} trains otherwise. {cause}.", f"First: {first}", "Also:", *rest])
 
 
 # What a rank does

@@ -41,6 +41,30 @@ def test_our_storages_conform(storage, optimizer, config):
     conformance.check(optimizer, {"use_distributed_optimizer": False, **config}, storage=storage)
 
 
+class CountingRule(MuonRule):
+    """Takes smaller steps the more often a hook has run, which is once a wave."""
+
+    waves = 0
+
+    def _apply(self, items, updates):
+        self.waves += 1
+        super()._apply(items, {n: update / self.waves for n, update in updates.items()})
+
+
+class CountingMuon(TensorParallelMuon):
+    update_rule_class = CountingRule
+
+
+def test_the_cause_comes_first():
+    entry = EmergingOptimizerEntry(CountingMuon, state_layout="matrix_update", prefixes=("muon",))
+    with pytest.raises(conformance.ConformanceError) as raised:
+        conformance.check(entry)
+    cause, first, *_ = str(raised.value).splitlines()
+    assert cause.startswith("CountingMuon trains otherwise. The number of waves matters: ")
+    assert "in _run" in cause
+    assert "of its way off" in first
+
+
 class RowsRule(MuonRule):
     """Normalizes rows where it is told that matrices are whole."""
 
@@ -88,10 +112,11 @@ def entry_of(cls):
 
 
 def problems_of(cls):
-    """Return the lines of the error that the check raises."""
+    """Return the cause that the check gives, and the lines with what it is seen in."""
     with pytest.raises(conformance.ConformanceError) as raised:
         conformance.check(entry_of(cls))
-    return str(raised.value).splitlines()
+    cause, first, _, *rest = str(raised.value).splitlines()
+    return [cause, first.removeprefix("First: "), *rest]
 
 
 @pytest.mark.parametrize("cls", [RowsMuon, NormMuon])
@@ -111,8 +136,8 @@ def test_an_update_of_whole_matrices_conforms(cls, caplog):
 
 @pytest.mark.parametrize("cls", [WrongRowsMuon, WrongNormMuon])
 def test_a_rule_that_takes_slabs_for_matrices_fails(cls):
-    lines = problems_of(cls)
-    assert lines
+    cause, *lines = problems_of(cls)
+    assert "A slab is taken for a matrix" in cause
     assert all(line.startswith("in_zero1, in teams on 2") for line in lines)
 
 
@@ -131,8 +156,7 @@ class PairsMuon(TensorParallelMuon):
 
 
 def test_a_rule_that_is_wrong_with_megatron_fsdp_alone_fails():
-    lines = problems_of(PairsMuon)
-    assert lines
+    _, *lines = problems_of(PairsMuon)
     assert all(line.startswith("in_megatron_fsdp") for line in lines), lines
 
 
@@ -151,6 +175,7 @@ class ForgetfulMuon(TensorParallelMuon):
 
 
 def test_a_rule_that_changes_state_in_a_skipped_step_fails():
-    lines = problems_of(ForgetfulMuon)
+    cause, *lines = problems_of(ForgetfulMuon)
+    assert "heed self.grad_scale" in cause
     assert lines[0].startswith("in_zero1 on 1: the momentum_buffer of qkv.weight is changed")
     assert all("momentum_buffer" in line and "self.grad_scale is nan" in line for line in lines)
