@@ -129,7 +129,8 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> in
     """Load what :func:`save` has written last, and return the number of steps."""
     weights, state = get_state_dict(model, optimizer)
     saved = {"model": weights, "optimizer": state, "step": 0}
-    dcp.load(saved, checkpoint_id=checkpoints.checked(folder))
+    with checkpoints.checked(folder) as path:
+        dcp.load(saved, checkpoint_id=path)
     set_state_dict(
         model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
     )

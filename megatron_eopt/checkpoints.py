@@ -13,7 +13,7 @@ with importing_quietly():
     from megatron.core.dist_checkpointing import serialization
 
     from megatron_eopt.base.agreement import CheckpointError, from_rank_0
-    from megatron_eopt.checkpoint.guard.files import check
+    from megatron_eopt.checkpoint.guard.reads import checked
     from megatron_eopt.checkpoint.guard.saves import (
         absolute,
         begin,
@@ -54,25 +54,6 @@ def _check_exists(folder: Path) -> None:
         raise CheckpointError("save", str(folder), "does not exist", "Create this folder first")
 
 
-def checked(folder: str | Path, *, every_byte: bool = False) -> Path:
-    """Return the path to load a checkpoint from, when its files are checked; collective.
-
-    Args:
-        folder: Folder of the checkpoint, as passed to :func:`replacing`.
-        every_byte: Whether to read all tensors and compare them with the checksums that torch has
-            saved; otherwise changed values in a large file are not noticed.
-
-    Returns:
-        ``folder``, or where its content is if a kill has left a save unfinished.
-
-    Raises:
-        CheckpointError: If a file is missing, damaged or of another save.
-    """
-    place = from_rank_0(lambda: whole(Path(folder)))
-    check(place, every_byte=every_byte)
-    return place
-
-
 def load(sharded_state_dict: dict[str, Any], folder: str | Path, **kwargs: Any) -> Any:
     """Load a checkpoint; replaces ``dist_checkpointing.load``.
 
@@ -90,11 +71,12 @@ def load(sharded_state_dict: dict[str, Any], folder: str | Path, **kwargs: Any) 
         What ``dist_checkpointing.load`` returns: the state dict to pass to ``load_state_dict``.
 
     Raises:
-        CheckpointError: If a file of the checkpoint is missing, damaged or of another save.
+        CheckpointError: If a file of the checkpoint is missing, damaged or of another save, or if
+            another save has replaced it meanwhile.
         ConfigurationError: If state is missing, is of an unknown optimizer, or would start fresh in
             an optimizer that has stepped.
     """
-    folder = checked(folder)
-    # before the load, which fails for a key that the checkpoint lacks
-    match(sharded_state_dict, folder)
-    return serialization.load(sharded_state_dict, str(folder), **kwargs)
+    with checked(folder) as place:
+        # before the load, which fails for a key that the checkpoint lacks
+        match(sharded_state_dict, place)
+        return serialization.load(sharded_state_dict, str(place), **kwargs)

@@ -7,6 +7,7 @@ are collective over the default process group unless they take another group.
 import hashlib
 import os
 import pickle
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,12 @@ from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch import distributed
-from torch.distributed.distributed_c10d import _get_default_group, _get_default_timeout, _world
+from torch.distributed.distributed_c10d import (
+    _get_default_group,
+    _get_default_store,
+    _get_default_timeout,
+    _world,
+)
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 
@@ -133,6 +139,48 @@ def raise_together[T](
         report = _broadcast(_report(error), failed, group)
         _raise(failed, report, error, is_on_all_ranks=group is None)
     return cast(T, result)
+
+
+@contextmanager
+def ending_together(key: str) -> Iterator[None]:
+    """End a block on all ranks, or raise on all, though one may have left the ranks' collectives.
+
+    A rank that raises in it does so at once. The others learn of it from torch's store: when they
+    end the block, or when a collective in it fails because that rank has ended.
+
+    Args:
+        key: Of the store, the same on all ranks, and of this block alone.
+
+    Raises:
+        RuntimeError: If a rank neither ends the block nor raises within the default time-out.
+    """
+    if _is_alone() or (world := distributed.get_world_size()) == 1:
+        yield
+        return
+    store: Any = _get_default_store()
+    try:
+        yield
+    except Exception as error:
+        _raise_first_failure(store, key, error)
+        if store.add(f"{key}/failures", 1) == 1:
+            store.set(f"{key}/first", pickle.dumps((distributed.get_rank(), _report(error))))
+        if isinstance(error, ConfigurationError):
+            error.is_on_all_ranks = True
+        raise
+    store.add(f"{key}/done", 1)
+    pause, deadline = 0.001, time.monotonic() + _get_default_timeout("gloo").total_seconds()
+    while (done := store.add(f"{key}/done", 0)) < world:
+        _raise_first_failure(store, key, None)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{world - done} of {world} ranks have neither ended nor failed")
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
+
+
+def _raise_first_failure(store: Any, key: str, error: Exception | None) -> None:
+    if store.check([f"{key}/first"]):
+        rank, report = pickle.loads(store.get(f"{key}/first"))
+        _raise(rank, report, error, is_on_all_ranks=True)
 
 
 def raise_together_in[T](group: distributed.ProcessGroup | None, function: Callable[[], T]) -> T:

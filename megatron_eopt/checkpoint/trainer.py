@@ -38,7 +38,7 @@ from megatron_eopt.checkpoint.files import (
     read_tracker,
 )
 from megatron_eopt.checkpoint.groups import overridden
-from megatron_eopt.checkpoint.guard.files import check, is_complete
+from megatron_eopt.checkpoint.guard.files import check, check_unchanged, is_complete
 from megatron_eopt.checkpoint.guard.saves import whole
 from megatron_eopt.checkpoint.local_state import refuse_rank_files
 from megatron_eopt.checkpoint.matching import match
@@ -120,6 +120,7 @@ def _checked_load(
             from_rank_0(lambda: _check_tracker(Path(folder)))
         try:
             loaded = original(ddp_model, optimizer, opt_param_scheduler, load_arg, *rest, **kwargs)
+            raise_together(_check_read)
         except AssertionError as error:
             # the trainer does not name the flag (optimizer_param_scheduler.py)
             if "class input value" in str(error):
@@ -192,7 +193,8 @@ class _Read:
     """A load in progress."""
 
     args: Any  # the trainer's arguments
-    checked: set[Path] = field(default_factory=set)  # folders whose files have been checked
+    # folders whose files have been checked, and the identities of their saves
+    checked: dict[Path, object] = field(default_factory=dict)
 
 
 _read: ContextVar[_Read | None] = ContextVar("_read", default=None)
@@ -242,12 +244,19 @@ def _check_files(folder: Path) -> None:
     read = _read.get()
     if read is None or folder in read.checked:
         return
-    check(folder)
+    identity = check(folder)
     if form_of(folder) == "torch" and parallel_state.model_parallel_is_initialized():
         # the name of this rank's folder does not depend on the iteration, so 0 will do
         name = Path(require_upstream("get_checkpoint_name")(folder.parent, 0)).parent.name
         raise_together(lambda: _check_rank_has_file(folder / name))
-    read.checked.add(folder)
+    read.checked[folder] = identity
+
+
+def _check_read() -> None:
+    """Raise a CheckpointError if another save has replaced what this load has read."""
+    read = _read.get()
+    for folder, identity in ({} if read is None else read.checked).items():
+        check_unchanged(folder, identity)
 
 
 def _check_rank_has_file(folder: Path) -> None:

@@ -52,17 +52,20 @@ type Files = dict[str, tuple[Slice, ...]]
 """Files by path relative to the folder, each with the slices of its tensors, in order."""
 
 
-def check(folder: Path, *, every_byte: bool = False) -> None:
+def check(folder: Path, *, every_byte: bool = False) -> object:
     """Check all files of a checkpoint; collective over the world, whose ranks share the work.
 
     Args:
         folder: Folder of the checkpoint.
         every_byte: Whether to read all tensors and compare them with torch's checksums.
 
+    Returns:
+        The :func:`identity_of` the save that was checked.
+
     Raises:
         CheckpointError: If a file is missing, damaged or of another save; names it.
     """
-    files, listed = from_rank_0(lambda: _needed(folder))
+    identity, (files, listed) = from_rank_0(lambda: (identity_of(folder), _needed(folder)))
     raise_together(lambda: _check_share(folder, files, every_byte=every_byte))
     share = raise_together(lambda: _fingerprints_of_share(folder, files) if listed else {})
     now = dict(gather_unique(share.items()))
@@ -80,6 +83,34 @@ def check(folder: Path, *, every_byte: bool = False) -> None:
             f"purpose, remove {LIST}"
         )
         raise CheckpointError("checkpoint", str(folder / foreign[0]), rule, hint)
+    return identity
+
+
+def identity_of(folder: Path) -> object:
+    """Return what tells a save to a folder from others: its list, else when it wrote small files.
+
+    Saves of equal values may have the same.
+    """
+    try:
+        return (folder / LIST).read_bytes()
+    except OSError:
+        stats = ((name, _stat(folder / name)) for name in (METADATA, CONFIG, "common.pt"))
+        return tuple((name, *found) for name, found in stats if found)
+
+
+def _stat(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def check_unchanged(folder: Path, identity: object) -> None:
+    """Raise a CheckpointError if another save has replaced what was read from a folder."""
+    if identity_of(folder) != identity:
+        rule = "was replaced by another save while it was read, so ranks may have values of both"
+        raise CheckpointError("checkpoint", str(folder), rule, "Load it again")
 
 
 def is_complete(folder: Path) -> bool:
@@ -97,10 +128,21 @@ def fingerprints_of(folder: Path) -> dict[str, str]:
         CheckpointError: If a file is missing or damaged.
     """
     # one rank lists the folder, which on a shared file system may look different to others
-    files, _ = from_rank_0(lambda: _needed(folder))
+    files = from_rank_0(lambda: _present(folder))
     share = raise_together(lambda: _fingerprints_of_share(folder, files))
     forget_metadata()
     return functools.reduce(operator.or_, gather_objects(share))
+
+
+def _present(folder: Path) -> Files:
+    """Return the files of a checkpoint if this rank sees those of all ranks."""
+    files, _ = _needed(folder)
+    for name in files:
+        if not (folder / name).exists():
+            rule = "is not there for rank 0: it was not written, or is on another node's own disk"
+            hint = "Save to a folder on a file system that all nodes see"
+            raise CheckpointError("save", str(folder / name), rule, hint)
+    return files
 
 
 def write_list(folder: Path, fingerprints: Mapping[str, str]) -> None:

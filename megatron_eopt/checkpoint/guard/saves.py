@@ -6,11 +6,16 @@ one. If a kill has left neither in this place, a load finds the new one by its l
 
 Meanwhile rank 0 holds a lock, so that no other run saves to the same folder. The system removes
 the lock when the process ends. All folders are on file systems: remote storage cannot rename.
+
+A rank that fails alone, such as before its part of a collective save, tells the others by torch's
+store and raises its error at once. It joins no collective, since others may be in another one.
+Whoever ends its part asks the store whether all ranks have, or one has failed.
 """
 
 import errno
 import fcntl
 import inspect
+import itertools
 import logging
 import os
 import shutil
@@ -28,8 +33,14 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import multiprocessing
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_eopt.base.agreement import CheckpointError, from_rank_0, is_rank_0, raise_together
+from megatron_eopt.base.agreement import (
+    CheckpointError,
+    ending_together,
+    from_rank_0,
+    is_rank_0,
+)
 from megatron_eopt.base.wrapping import Function, around
+from megatron_eopt.checkpoint.files import CONFIG, METADATA
 from megatron_eopt.checkpoint.guard.files import (
     LIST,
     fingerprints_of,
@@ -43,6 +54,8 @@ _UNFINISHED, _LOCK = "unfinished.", "lock"
 
 _locks: dict[Path, int] = {}
 """Open lock files of this process, by the folder that it saves to."""
+
+_numbers = itertools.count()
 
 _ALONE = ((filesystem_async.FileSystemWriterAsync, "finish"), (serialization, "save_config"))
 """What only rank 0 does in a save of megatron-core, while others wait in a collective."""
@@ -68,8 +81,8 @@ def whole(folder: Path) -> Path:
 def replacing(folder: str | Path) -> Iterator[Path]:
     """Save a checkpoint in a block; it replaces the folder when all is written.
 
-    All ranks enter and leave the block together. An error in it is raised on all ranks, and then
-    the folder keeps what it had. Other files in the folder, such as a tokenizer's, are kept.
+    All ranks enter and leave the block together. After an error in it on any rank, all raise one,
+    and the folder keeps what it had. Other files in the folder, such as a tokenizer's, are kept.
 
     Args:
         folder: Folder of the checkpoint, at the same path for all ranks.
@@ -138,6 +151,7 @@ class Save:
 
     folder: Path
     path: Path  # where to write; files beside it go to the folder above when it is in place
+    number: int = 0  # of this process's saves, the same on all ranks
     afterwards: list[Callable[[], Any]] = field(default_factory=list)  # what to do then
 
     def finish(self, errors: Sequence[BaseException] = ()) -> None:
@@ -156,16 +170,16 @@ class Save:
             write_list(self.path, fingerprints)
 
         try:
-            raise_together(lambda: naming_full_disk(self.folder, fail))
+            with ending_together(f"megatron_eopt/save/{self.number}"):
+                naming_full_disk(self.folder, fail)
             fingerprints = fingerprints_of(self.path)
             from_rank_0(lambda: naming_full_disk(self.folder, complete))
         except Exception:
             # gives the space back
-            if is_rank_0() and not self.is_in_place:
+            if is_rank_0():
                 _release(self.folder)
             raise
-        if not self.is_in_place:
-            from_rank_0(lambda: _put_in_place(self.folder))
+        from_rank_0(lambda: (_release if self.is_in_place else _put_in_place)(self.folder))
         for call in self.afterwards:
             call()
 
@@ -190,7 +204,8 @@ def begin(folder: str | Path) -> Save:
     """
     folder = absolute(folder)
     # one rank; the others wait, since they write there next
-    return Save(folder, from_rank_0(lambda: naming_full_disk(folder, lambda: _begin(folder))))
+    path = from_rank_0(lambda: naming_full_disk(folder, lambda: _begin(folder)))
+    return Save(folder, path, next(_numbers))
 
 
 def naming_full_disk[T](folder: Path, call: Callable[[], T]) -> T:
@@ -218,6 +233,10 @@ def naming_full_disk[T](folder: Path, call: Callable[[], T]) -> T:
         if codes & {errno.ENOSPC, errno.EDQUOT}:
             rule = "cannot be saved, because its disk has no space left"
             hint = "Free some space. What the folder had before is unchanged"
+            if _is_fixed(folder):
+                hint = (
+                    "Free some space. The folder cannot be renamed, so what it had before is gone"
+                )
             raise CheckpointError("save", str(folder), rule, hint) from error
         if isinstance(error, CheckpointException):
             raise RuntimeError(str(error)) from error
@@ -225,21 +244,29 @@ def naming_full_disk[T](folder: Path, call: Callable[[], T]) -> T:
 
 
 def _begin(folder: Path) -> Path:
+    _check_place(folder)
     run = folder.parent
-    run.mkdir(parents=True, exist_ok=True)
-    if os.path.ismount(folder) or not os.access(run, os.W_OK):
+    if _is_fixed(folder):
         text = "%s cannot be renamed, so a kill in this save may leave no checkpoint"
         logger.warning(text, folder)
+        _lock(folder)
+        # a mixture of both saves must not load: the first of these makes it loadable, the second is
+        # of the files that follow
+        for name in (METADATA, LIST, CONFIG):
+            (folder / name).unlink(missing_ok=True)
         return folder
+    run.mkdir(parents=True, exist_ok=True)
     _lock(folder)
     _exchange(folder)
     for work in run.glob(f"{_UNFINISHED}*"):
         other = run / work.name.removeprefix(_UNFINISHED)
-        # what another process is saving is locked
+        # what another process is saving is locked, where there are locks
         if other not in _locks and (work / _LOCK).exists():
             with suppress(CheckpointError):
-                _lock(other)
-                _put_in_place(other)
+                if _lock(other):
+                    _put_in_place(other)
+                else:
+                    os.close(_locks.pop(other))
     for previous in run.glob("previous.iter_*"):
         if any(previous.iterdir()):
             replaced = run / previous.name.removeprefix("previous.")
@@ -251,6 +278,28 @@ def _begin(folder: Path) -> Path:
     new = _work_of(folder) / f"new.{uuid.uuid4().hex}"
     new.mkdir()
     return new
+
+
+def _check_place(folder: Path) -> None:
+    """Raise a CheckpointError for a folder that no save can replace."""
+    rule = hint = ""
+    if folder.is_file():
+        rule, hint = "is a file, not a folder", "Name another folder, or remove the file"
+    elif Path.cwd().is_relative_to(folder):
+        rule = "is the working folder of this process or above it, and a save would replace it"
+        hint = "Name a folder in it, such as ./checkpoint"
+    elif folder.is_dir() and not os.access(folder, os.W_OK, effective_ids=True):
+        rule, hint = "cannot be written", "Change its mode or owner, or name another folder"
+    if rule:
+        raise CheckpointError("save", str(folder), rule, hint)
+
+
+def _is_fixed(folder: Path) -> bool:
+    """Return whether a folder cannot be renamed: a mount point, or in a folder of others."""
+    run = folder.parent
+    return os.path.ismount(folder) or (
+        run.is_dir() and not os.access(run, os.W_OK, effective_ids=True)
+    )
 
 
 def _put_in_place(folder: Path) -> None:
@@ -274,23 +323,34 @@ def _exchange(folder: Path) -> None:
 
 
 def _keep_other_files(folder: Path, new: Path) -> None:
-    """Copy what belongs to no checkpoint from the folder that will be replaced."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if (new / path.name).exists() or is_part_of_a_checkpoint(path):
+    """Bring what belongs to no checkpoint from the folder that will be replaced to the new one.
+
+    Links to the same files, so that a log that is open stays the one in the folder.
+    """
+    for path in folder.iterdir() if folder.is_dir() and folder != new else ():
+        if os.path.lexists(new / path.name) or is_part_of_a_checkpoint(path):
             continue
-        if path.is_dir():
-            shutil.copytree(path, new / path.name, symlinks=True)
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, new / path.name, symlinks=True, copy_function=_link)
         else:
-            shutil.copy2(path, new)
+            _link(path, new / path.name)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        # some file systems have no links
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _listed(folder: Path) -> list[Path]:
     return [path for path in _work_of(folder).glob("new.*") if (path / LIST).exists()]
 
 
-def _lock(folder: Path) -> None:
-    """Lock a folder, if its file system has locks."""
-    work = _work_of(folder)
+def _lock(folder: Path) -> bool:
+    """Lock a folder, if its file system has locks; return whether it has."""
+    work, has_locks = _work_of(folder), True
     while folder not in _locks:
         work.mkdir(exist_ok=True)
         handle = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -303,6 +363,7 @@ def _lock(folder: Path) -> None:
             hint = "Stop the other run, or give each run a folder of its own"
             raise CheckpointError("save", str(folder.parent), rule, hint) from error
         except OSError as error:
+            has_locks = False
             logger.debug("%s cannot be locked: %s", folder, error)
         # who had the lock before may have removed this file
         with suppress(FileNotFoundError):
@@ -310,6 +371,7 @@ def _lock(folder: Path) -> None:
                 _locks[folder] = handle
                 continue
         os.close(handle)
+    return has_locks
 
 
 def _release(folder: Path) -> None:
@@ -319,13 +381,22 @@ def _release(folder: Path) -> None:
 
 
 def _work_of(folder: Path) -> Path:
-    return folder.with_name(f"{_UNFINISHED}{folder.name}")
+    work = folder.with_name(f"{_UNFINISHED}{folder.name}")
+    # a folder that cannot be renamed may be in one that cannot be written
+    return (
+        work
+        if os.access(work.parent, os.W_OK, effective_ids=True)
+        else folder / f"{_UNFINISHED}save"
+    )
 
 
 def absolute(folder: str | Path) -> Path:
-    """Return an absolute path; links are kept, since a save replaces them."""
+    """Return an absolute path; of what it leads to if it is a link, perhaps to another disk."""
     # a relative path may be only a dot, and a working directory may change
-    return Path(os.path.abspath(folder))
+    path = os.path.abspath(folder)
+    while os.path.islink(path):
+        path = os.path.abspath(os.path.join(os.path.dirname(path), os.readlink(path)))
+    return Path(path)
 
 
 def _remove(path: Path) -> None:

@@ -47,7 +47,7 @@ def killed_after(count: int) -> Iterator[None]:
     with (
         mock.patch.multiple(Path, **operations),
         mock.patch.object(shutil, "rmtree", counted(_remove_a_part_first(counted))),
-        mock.patch.object(shutil, "copy2", counted(_copy_a_part_first(counted))),
+        mock.patch.object(os, "link", counted(os.link)),
     ):
         try:
             yield
@@ -77,16 +77,6 @@ def _remove_a_part_first(counted: Callable[..., Callable[..., object]]) -> Calla
         for path in sorted(folder.rglob("*.distcp"))[:1]:
             path.unlink()
         counted(remove)(folder, ignore_errors=True)
-
-    return run
-
-
-def _copy_a_part_first(counted: Callable[..., Callable[..., object]]) -> Callable[..., object]:
-    copy = shutil.copy2
-
-    def run(source: Path, folder: Path) -> None:
-        (folder / source.name).touch()
-        counted(copy)(source, folder)
 
     return run
 
@@ -208,13 +198,17 @@ def test_files_of_more_ranks_are_not_mixed_with_new_ones(tmp_path):
     assert len(list(folder.glob("*.distcp"))) == 1
 
 
-def test_a_linked_folder_keeps_its_files(tmp_path):
-    save(tmp_path / "elsewhere" / "iter_0000002", OLD)
-    folder = tmp_path / "iter_0000002"
-    folder.symlink_to(tmp_path / "elsewhere" / "iter_0000002")
+@pytest.mark.parametrize("exists", [True, False])
+def test_what_a_link_leads_to_is_replaced(tmp_path, exists):
+    """It may be on another disk, where there is space."""
+    elsewhere, folder = tmp_path / "elsewhere" / "iter_0000002", tmp_path / "iter_0000002"
+    folder.symlink_to(Path("elsewhere") / "iter_0000002")
+    if exists:
+        save(elsewhere, OLD)
     save(folder, NEW)
-    assert loaded(folder) == NEW
-    assert loaded(tmp_path / "elsewhere" / "iter_0000002") == OLD
+    assert folder.is_symlink()
+    assert loaded(folder) == loaded(elsewhere) == NEW
+    assert {path.name for path in elsewhere.parent.iterdir()} == {elsewhere.name, TRACKER}
 
 
 def test_what_a_killed_save_of_an_earlier_release_has_set_aside_is_loaded_and_mended(tmp_path):

@@ -1,0 +1,350 @@
+"""What lies beside a kill: other jobs, folders that are not plain, and ranks that fail alone."""
+
+import contextlib
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing import ShardedTensor, serialization
+from torch import distributed
+
+from megatron_eopt import checkpoints
+from megatron_eopt.base.agreement import CheckpointError
+from megatron_eopt.checkpoint.guard import saves
+from megatron_eopt.checkpoint.guard.saves import begin, replacing
+from tests.functional.script import ROOT
+from tests.harness import run_ranks
+from tests.unit.checkpoint.test_unfinished import (
+    NEW,
+    NEWER,
+    OLD,
+    KilledError,
+    killed_after,
+    loaded,
+    write,
+)
+
+
+def save(folder: Path, content: int, files: int = 1) -> None:
+    unfinished = begin(folder)
+    write(unfinished.path, content, files)
+    unfinished.finish()
+
+
+def read(folder: Path) -> int:
+    values = {"weight0": torch.zeros(300)}
+    dcp.load(values, checkpoint_id=folder, no_dist=True)
+    (content,) = set(values["weight0"].tolist())
+    return int(content)
+
+
+@contextlib.contextmanager
+def calling_at(count: int, call: Callable[[], None]) -> Iterator[list[int]]:
+    """Call something before the operation on files with this number."""
+    left, reached = count, []
+
+    def counted(operation: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object, **kwargs: object) -> object:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                reached.append(count)
+                call()
+            return operation(*args, **kwargs)
+
+        return run
+
+    names = ("rename", "replace", "rmdir", "unlink", "mkdir", "write_text")
+    with mock.patch.multiple(Path, **{name: counted(getattr(Path, name)) for name in names}):
+        yield reached
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["the reader ends first", "the save ends"])
+def test_a_load_beside_every_event_of_another_jobs_save(tmp_path, goes_on):
+    """One rank reads before the save, another at one of its events."""
+    outcomes = set()
+    for count in range(100):
+        folder = tmp_path / str(count) / "run"
+        save(folder, OLD)
+        place = checkpoints.checked(folder)
+        values, error = [read(place)], None
+
+        def slow_rank(values=values, place=place) -> None:
+            with place:
+                values.append(read(place))
+
+        with calling_at(count, slow_rank if not goes_on else lambda: None) as reached:
+            try:
+                save(folder, NEW)
+            except Exception as raised:
+                error = raised
+        if goes_on:
+            with pytest.raises(CheckpointError, match="was replaced by another save"), place:
+                values.append(read(place))
+            break
+        if not reached:
+            assert count > 8
+            break
+        # whoever reads both says so
+        assert isinstance(error, CheckpointError) or values == [OLD, OLD], (count, values, error)
+        outcomes.add(error is None)
+    assert goes_on or True in outcomes
+
+
+def test_a_load_of_megatrons_format_beside_another_save(tmp_path):
+    assert run_ranks(1, _load_beside_a_save, tmp_path / "run") == [True]
+
+
+def _load_beside_a_save(folder: Path) -> bool:
+    def state(value: float) -> dict[str, ShardedTensor]:
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((8,), value))}
+
+    folder.mkdir()
+    checkpoints.save(state(1.0), folder)
+    original = serialization.load
+
+    def slow(*args: object, **kwargs: object) -> object:
+        checkpoints.save(state(2.0), folder)
+        return original(*args, **kwargs)
+
+    with (
+        mock.patch.object(serialization, "load", slow),
+        pytest.raises(CheckpointError, match="was replaced by another save while it was read"),
+    ):
+        checkpoints.load(state(0.0), folder)
+    return bool(checkpoints.load(state(0.0), folder)["w"].eq(2.0).all())
+
+
+def test_without_a_list_other_files_tell_saves_apart(tmp_path):
+    write(tmp_path / "run", OLD)
+    with (
+        pytest.raises(CheckpointError, match="was replaced"),
+        checkpoints.checked(tmp_path / "run"),
+    ):
+        write(tmp_path / "run", NEW)
+    with checkpoints.checked(tmp_path / "run") as place:
+        assert read(place) == NEW
+    with pytest.raises(ValueError, match="of the loop"), checkpoints.checked(tmp_path / "run"):
+        raise ValueError("of the loop")
+
+
+# One rank fails
+
+
+def fails_after_its_save(folder: Path) -> str:
+    values = {"w": torch.ones(8)}
+    try:
+        with replacing(folder) as path:
+            dcp.save(values, checkpoint_id=path)
+            if distributed.get_rank() == 1:
+                raise ValueError("of the loop")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_fails_after_its_part_is_named_by_all(tmp_path):
+    save(tmp_path / "run", OLD)
+    found = run_ranks(2, fails_after_its_save, tmp_path / "run")
+    assert found == [
+        "RuntimeError: rank 1 failed: ValueError: of the loop",
+        "ValueError: of the loop",
+    ]
+    assert loaded(tmp_path / "run") == OLD
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+BEFORE = """
+    import sys
+    import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+    from megatron_eopt import checkpoints
+    dist.init_process_group("gloo")  # whose time-out is 30 minutes
+    with checkpoints.replacing(sys.argv[1]) as path:
+        if dist.get_rank() == int(sys.argv[2]):
+            raise ValueError("of the loop")
+        dcp.save({"w": torch.ones(8)}, checkpoint_id=path)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_before_its_part_ends_all(tmp_path, rank):
+    script, folder = tmp_path / "loop.py", tmp_path / "run"
+    script.write_text(textwrap.dedent(BEFORE))
+    save(folder, OLD)
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--monitor-interval=5"]
+    done = subprocess.run(
+        [*command, str(script), str(folder), str(rank)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert time.monotonic() - begun < 100
+    assert "ValueError: of the loop" in done.stderr
+    assert f"RuntimeError: rank {rank} failed: ValueError: of the loop" in done.stderr
+    assert loaded(folder) == OLD
+
+
+# Folders that are not plain
+
+
+def test_where_files_cannot_be_locked_other_jobs_are_left_alone(tmp_path):
+    other = begin(tmp_path / "a")
+    write(other.path, OLD)
+    saves._locks.clear()  # as in another process
+    failing = OSError(errno.ENOLCK, "no locks")
+    with mock.patch.object(saves.fcntl, "lockf", side_effect=failing):
+        save(tmp_path / "b", NEW)
+    assert other.path.is_dir()
+    assert read(other.path) == OLD
+    # where there are locks, the job has ended
+    save(tmp_path / "b", NEW)
+    assert not other.path.exists()
+
+
+@contextlib.contextmanager
+def mounted(folder: Path) -> Iterator[None]:
+    """Let a folder be a mount point, which cannot be renamed."""
+    original = os.path.ismount
+    with mock.patch("os.path.ismount", lambda path: Path(path) == folder or original(path)):
+        yield
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_kill_leaves_no_mixture_on_a_mount_point(tmp_path, is_listed, caplog):
+    for count in range(100):
+        folder = tmp_path / str(count)
+        if is_listed:
+            save(folder, OLD, files=2)
+        else:
+            write(folder, OLD, files=2)
+        try:
+            with mounted(folder), killed_after(count):
+                save_there(folder)
+        except KilledError:
+            with contextlib.suppress(CheckpointError):
+                assert loaded(folder) in (OLD, NEW)
+        else:
+            break
+    assert count > 3
+    assert loaded(folder) == NEW
+    assert "cannot be renamed" in caplog.text
+
+
+def save_there(folder: Path) -> None:
+    unfinished = begin(folder)
+    assert unfinished.is_in_place
+    write_half(folder)
+    write(unfinished.path, NEW)
+    unfinished.finish()
+
+
+def write_half(folder: Path) -> None:
+    """Write the file of one of two ranks, an event at which a kill leaves the other's."""
+    (folder / "__0_0.distcp").unlink()
+
+
+def second(folder: Path) -> str:
+    with mounted(folder):
+        try:
+            begin(folder)
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def test_a_mount_point_is_locked_too(tmp_path):
+    folder = tmp_path / "run"
+    save(folder, OLD)
+    with mounted(folder):
+        first = begin(folder)
+        (error,) = run_ranks(1, second, folder)
+        write(folder, NEW)
+        first.finish()
+    assert "another process is saving" in error
+    assert loaded(folder) == NEW
+    with mounted(folder):
+        save(folder, NEWER)
+
+
+def test_a_log_that_is_open_stays_in_the_folder(tmp_path):
+    folder = tmp_path / "run"
+    save(folder, OLD)
+    (folder / "logs").mkdir()
+    with (folder / "log.txt").open("w") as log, (folder / "logs" / "0.txt").open("w") as other:
+        for content in (NEW, NEWER):
+            log.write(f"{content}\n")
+            log.flush()
+            save(folder, content)
+        other.write("in a folder")
+    assert (folder / "log.txt").read_text() == f"{NEW}\n{NEWER}\n"
+    assert (folder / "logs" / "0.txt").read_text() == "in a folder"
+    (folder / "link").symlink_to("log.txt")
+    with mock.patch("os.link", side_effect=OSError(errno.EPERM, "no links")):
+        save(folder, OLD)
+    assert (folder / "link").is_symlink()
+    assert (folder / "log.txt").read_text() == f"{NEW}\n{NEWER}\n"
+
+
+def test_files_that_rank_0_does_not_see_are_named(tmp_path):
+    save(tmp_path / "run", OLD)
+    save_of_two = begin(tmp_path / "run")
+    write(save_of_two.path, NEW, files=2)
+    # as on another node's own disk
+    (save_of_two.path / "__0_1.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"__0_1.*not there for rank 0.*that all nodes see"):
+        save_of_two.finish()
+    assert loaded(tmp_path / "run") == OLD
+
+
+def test_folders_that_no_save_can_replace_are_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "in" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "in" / "here")
+    for folder, message in {
+        ".": "is the working folder of this process or above it",
+        "..": "is the working folder of this process or above it",
+        tmp_path / "file": "is a file, not a folder",
+    }.items():
+        with pytest.raises(CheckpointError, match=message):
+            begin(folder)
+    assert (tmp_path / "file").read_text() == "mine"
+    save(Path("mine"), NEW)
+    assert loaded(Path("mine")) == NEW
+
+
+def begin_as_nobody(folder: Path) -> str:
+    os.setegid(65534)
+    os.seteuid(65534)
+    try:
+        begin(folder)
+    except Exception as error:
+        return str(error)
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+    return ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    folder = tmp_path / "run"
+    save(folder, OLD)
+    for path in (tmp_path, *tmp_path.parents[:2]):
+        path.chmod(0o777)
+    folder.chmod(0o555)
+    (message,) = run_ranks(1, begin_as_nobody, folder)
+    assert "cannot be written. Change its mode" in message
+    assert loaded(folder) == OLD
