@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_eopt import EmergingOptimizerConfig, load_optimizer_config
 from megatron_eopt.arguments import add_arguments
 from megatron_eopt.config.registry import optimizer_names
 from megatron_eopt.tools.command import command_parser
@@ -229,3 +230,30 @@ def test_the_example_trains_on_two_ranks_as_on_one(distributed):
         assert losses[-1] < losses[0] - 0.1
         # signs of gradients that are nearly zero depend on rounding
         assert losses == pytest.approx(alone, rel=1e-3)
+
+
+def muon_configurations() -> dict[str, EmergingOptimizerConfig]:
+    """Return Muon's configurations in the pages' snippets and in the examples' files."""
+    found = {path.name: load_optimizer_config(path) for path in (ROOT / "examples").glob("*.yaml")}
+    for page in PAGES:
+        for line, block in blocks(page.read_text(), "python"):
+            for call in ast.walk(ast.parse(block)):
+                if not isinstance(call, ast.Call) or not call.keywords:
+                    continue
+                fields = {word.arg: word.value for word in call.keywords}
+                if ast.unparse(call.func) == "EmergingOptimizerConfig" and None not in fields:
+                    values = {name: ast.literal_eval(value) for name, value in fields.items()}
+                    found[f"{page.name}:{line}"] = EmergingOptimizerConfig(**values)
+    return {name: config for name, config in found.items() if config.optimizer == "muon"}
+
+
+def test_all_snippets_recommend_one_size_of_updates():
+    """AdamW's: whoever copies from two pages gets the same."""
+    elsewhere = {"muon_like_megatron.yaml"}
+    found = muon_configurations()
+    migration = {name for name in found if name.startswith("choosing.md")}
+    assert len(found) > 7
+    for name in found.keys() - elsewhere - migration:
+        config = found[name]
+        assert (config.muon_scale_mode, config.muon_nesterov) == ("adamw_rms", True), name
+        assert (config.lr, config.muon_lr) == (1e-3, None), name

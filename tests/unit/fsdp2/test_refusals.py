@@ -10,11 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt import EmergingOptimizerConfig, TensorParallelMuon
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.config import checks
+from megatron_eopt.config.registry import EmergingOptimizerEntry, registered
+from megatron_eopt.extending import MuonRule
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
+from tests.harness.log import listening
 from tests.harness.megatron import initialize_megatron
 from tests.unit.fsdp2.model import config, make_model
 
@@ -123,3 +126,42 @@ def test_deepspeed_is_refused_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
     with pytest.raises(ConfigurationError, match=r"^DeepSpeed=True.* Use FSDP2 or DDP"):
         optimizer.step()
+
+
+def test_float16_weights_are_named_since_they_are_rounded():
+    for dtype, count in ((torch.float16, 1), (torch.bfloat16, 0), (torch.float32, 0)):
+        with listening() as lines:
+            build_optimizer(make_model().to(dtype), config())
+        assert sum("float16 weights are rounded after each step" in line for line in lines) == count
+
+
+class OwnDirections(MuonRule):
+    """Reads momenta by itself, which it can only in float32."""
+
+    def _directions(self, items, arriving, outs):
+        return super()._directions(items, arriving, outs)
+
+
+class OwnDirectionsMuon(TensorParallelMuon):
+    update_rule_class = OwnDirections
+
+
+@pytest.mark.parametrize("momentum", ["fp32", "int8"])
+def test_own_directions_with_rounded_momentum_get_a_line(momentum):
+    entry = EmergingOptimizerEntry(
+        OwnDirectionsMuon, state_layout="matrix_update", prefixes=("muon",)
+    )
+    with registered("own", entry), listening() as lines:
+        build_optimizer(make_model(), config("own", muon_momentum_dtype=momentum))
+        build_optimizer(make_model(), config("adaptive_muon", muon_momentum_dtype=momentum))
+    said = [line for line in lines if "OwnDirections overrides _directions" in line]
+    assert len(said) == (momentum == "int8")
+    assert not any("overrides _directions" in line for line in lines if line not in said)
+
+
+def test_a_function_for_state_that_nothing_calls_is_refused():
+    how = {"state_layout": "matrix_update", "prefixes": ("muon",)}
+    with pytest.raises(
+        ConfigurationError, match=r"init_state_fn=.*is not called with state_layout"
+    ):
+        EmergingOptimizerEntry(OwnDirectionsMuon, init_state_fn=lambda *_: None, **how)
