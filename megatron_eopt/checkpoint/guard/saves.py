@@ -55,6 +55,8 @@ _UNFINISHED, _LOCK = "unfinished.", "lock"
 _locks: dict[Path, int] = {}
 """Open lock files of this process, by the folder that it saves to."""
 
+_MOST_LINKS = 40  # Linux follows no more
+
 _numbers = itertools.count()
 
 _ALONE = ((filesystem_async.FileSystemWriterAsync, "finish"), (serialization, "save_config"))
@@ -285,7 +287,7 @@ def _check_place(folder: Path) -> None:
     rule = hint = ""
     if folder.is_file():
         rule, hint = "is a file, not a folder", "Name another folder, or remove the file"
-    elif Path.cwd().is_relative_to(folder):
+    elif Path.cwd().is_relative_to(folder) and not _is_fixed(folder):
         rule = "is the working folder of this process or above it, and a save would replace it"
         hint = "Name a folder in it, such as ./checkpoint"
     elif folder.is_dir() and not os.access(folder, os.W_OK, effective_ids=True):
@@ -394,7 +396,9 @@ def absolute(folder: str | Path) -> Path:
     """Return an absolute path; of what it leads to if it is a link, perhaps to another disk."""
     # a relative path may be only a dot, and a working directory may change
     path = os.path.abspath(folder)
-    while os.path.islink(path):
+    for _ in range(_MOST_LINKS):
+        if not os.path.islink(path):
+            break
         path = os.path.abspath(os.path.join(os.path.dirname(path), os.readlink(path)))
     return Path(path)
 
