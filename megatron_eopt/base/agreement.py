@@ -7,6 +7,7 @@ are collective over the default process group unless they take another group.
 import hashlib
 import os
 import pickle
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,7 +75,11 @@ def unconnected_processes() -> int:
     Each would train a model of its own.
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    return processes if processes > 1 and not distributed.is_initialized() else 0
+    # accelerate connects processes on CPUs, but uses that only if it was told to use CPUs
+    state = sys.modules.get("accelerate.state")
+    shared = {} if state is None else state.PartialState._shared_state
+    is_alone = not distributed.is_initialized() or shared.get("num_processes") == 1
+    return processes if processes > 1 and is_alone else 0
 
 
 def is_rank_0() -> bool:

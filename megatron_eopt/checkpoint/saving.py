@@ -43,8 +43,8 @@ def replacing_a_folder(original: Function, *values: Any, **kwargs: Any) -> Any:
     if folder in _later:
         require_upstream("maybe_finalize_async_save")(blocking=True)
     save = begin(folder)
-    with _during(save), collecting_errors() as errors:
-        # an error may be on this rank alone, so that no collective may follow
+    # an error may be on this rank alone, so that no collective may follow
+    with _during(save), collecting_errors() as errors, save.ending_together("trainer"):
         result = naming_full_disk(folder, lambda: original(*values, **kwargs))
     # a synchronous save; an asynchronous one has registered ``_finish_later``
     if folder not in _later:

@@ -101,14 +101,18 @@ class SavedStateDict(NamedTuple):
             back = {theirs: name for name, theirs in match_names(own, given.values()).items()}
             here = {number: back.get(name, name) for number, name in given.items()}
         _check_names(saved, state_dict["state"], key_of, here)
+        unnamed = [Writer.of(group) for group in saved if not is_identified(group)]
         writers: dict[str, tuple[Writer, ...]] = {}
         with_own: list[Mapping[str, Any]] = []
         for group in saved:
             of_group = [key_of(number) for number in group["params"]]
             ours = [here[number] for number in of_group]
             theirs = [(given or here)[number] for number in of_group]
-            merged = merged_writers(group, (theirs, ours))
-            writers |= dict.fromkeys(ours, merged or (Writer.of(group),))
+            merged = merged_writers(group, (theirs, ours)) or (Writer.of(group),)
+            if not is_identified(group):
+                # torch may have given it parameters of another optimizer; their state tells
+                merged = tuple(dict.fromkeys((*merged, *unnamed)))
+            writers |= dict.fromkeys(ours, merged)
             with_own.append({**group, PARAM_NAMES: ours})
         state: dict[str, dict[str, Any]] = {}
         for key, values in state_dict["state"].items():

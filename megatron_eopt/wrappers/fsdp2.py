@@ -125,6 +125,10 @@ def build_optimizer(
         clip = "optimizer.clip_grad_norm" if managing else "torch.nn.utils.clip_grad_norm_"
         text = "clip_grad=%s is not applied. Call %s in your training loop, or set clip_grad=0."
         logger.info(text, settings.config.clip_grad, clip)
+    lowest = [name for name in ("min_lr", "muon_min_lr") if getattr(settings.config, name, None)]
+    if lowest and is_rank_0():
+        text = "%s has no effect: your scheduler decides how far rates fall"
+        logger.warning(text, " and ".join(lowest))
     if managing:
         routing = routing.over(megatron_fsdp.shards_of_parameters([model]))
         cls = partial(megatron_fsdp.MegatronFSDPOptimizer, managing)

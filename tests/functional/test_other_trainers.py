@@ -3,6 +3,8 @@
 import argparse
 import importlib.util
 import re
+import subprocess
+import sys
 import sysconfig
 from functools import partial
 from pathlib import Path
@@ -144,6 +146,19 @@ def test_an_own_loop_of_unconnected_processes_is_warned_of(monkeypatch, caplog):
     monkeypatch.setenv("WORLD_SIZE", "2")
     build_optimizer(Net(), config("adam"))
     assert "WORLD_SIZE is 2, but processes are not connected" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("trainer", "use_cpu=True"), ("accelerate", "pass cpu=True to accelerate's Accelerator")],
+)
+def test_connected_processes_that_accelerate_does_not_use_are_told_too(tmp_path, kind, message):
+    """On CPUs, accelerate connects them in any case."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command += ["-m", "tests.functional.unconnected", kind, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert message in done.stderr, done.stderr[-3000:]
 
 
 def resumed_rates(folder, checkpoint, learning_rate, overrides):

@@ -22,7 +22,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.managers import SyncManager
 from pathlib import Path
@@ -172,7 +172,7 @@ class Save:
             write_list(self.path, fingerprints)
 
         try:
-            with ending_together(f"megatron_eopt/save/{self.number}"):
+            with self.ending_together("block"):
                 naming_full_disk(self.folder, fail)
             fingerprints = fingerprints_of(self.path)
             from_rank_0(lambda: naming_full_disk(self.folder, complete))
@@ -184,6 +184,10 @@ class Save:
         from_rank_0(lambda: (_release if self.is_in_place else _put_in_place)(self.folder))
         for call in self.afterwards:
             call()
+
+    def ending_together(self, part: str) -> AbstractContextManager[None]:
+        """End a part of the save on all ranks, see :func:`agreement.ending_together`."""
+        return ending_together(f"megatron_eopt/save/{self.number}/{part}")
 
     def finish_after(self, steps: Iterable[Callable[[], Any]]) -> None:
         """Take the last steps of an asynchronous save, then :meth:`finish` it; collective."""

@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from benchmarks.head_to_head.deviation import torch_multiplies_in
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.functional.doc_commands import ROOT, blocks
+from tests.harness.log import listening
 from tests.reference.muon import newton_schulz
 
 SHAPES = ((16, 24), (24, 16), (20, 20), (5, 40), (280, 260))
@@ -185,6 +190,38 @@ class Pair:
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
+
+
+class WithExperts(torch.nn.Module):
+    """A model with a weight that torch's Muon cannot update, so that its AdamW does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(8, 8)
+        self.experts = torch.nn.Module()
+        self.experts.weight = torch.nn.Parameter(torch.randn(3, 8, 8))
+        self.lm_head = torch.nn.Linear(8, 4)
+
+
+def test_what_adamw_held_of_the_pair_starts_fresh_with_muon() -> None:
+    model = WithExperts()
+    muon = torch.optim.Muon([model.up.weight], lr=0.02)
+    rest = [param for param in model.parameters() if param is not model.up.weight]
+    adamw = torch.optim.AdamW(rest, lr=1e-3)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    muon.step()
+    adamw.step()
+    state = get_optimizer_state_dict(model, [muon, adamw])
+    with listening() as lines:
+        optimizer = build_optimizer(model, EmergingOptimizerConfig(optimizer="muon", lr=1e-3))
+        set_optimizer_state_dict(model, optimizer, state)
+    assert optimizer.state[model.up.weight]["momentum_buffer"].any()
+    assert optimizer.state[model.lm_head.weight]["exp_avg"].any()
+    assert not optimizer.state[model.experts.weight]["momentum_buffer"].any()
+    (line,) = (line for line in lines if "fresh" in line)
+    assert "experts.weight" in line
+    assert "adam" in line
 
 
 def test_a_run_of_the_pair_goes_on() -> None:
