@@ -37,6 +37,7 @@ MODELS = {
 }
 STORAGES: dict[str, Any] = {"sharded": {}, "replicated": REPLICATED}
 ALIKE = {"muon_tp_mode": "duplicated", "muon_scale_mode": "spectral", "muon_split_gated": False}
+ALIKE["muon_nesterov"] = False
 """With these, our Muon has the matrices and scales of megatron-core's."""
 
 LAYER_WISE = {"use_layer_wise_distributed_optimizer": True, "use_distributed_optimizer": False}
