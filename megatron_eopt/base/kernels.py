@@ -191,12 +191,11 @@ class Family:
         except Exception as error:
             if gpu.lacks_memory(error):
                 raise
-            told = _text(error.__cause__ or error)
-            if isinstance(error.__cause__ or error, torch.AcceleratorError) or gpu.is_broken(
-                device
-            ):
-                raise self._stopped(f"broke the GPU's context: {told}", names) from error
-            return f"{names[-1]} raised {told}"
+            cause = error.__cause__ or error
+            if isinstance(cause, torch.AcceleratorError) or gpu.is_broken(device):
+                told = f"broke the GPU's context: {_text(cause)}"
+                raise self._stopped(told, names) from error
+            return f"{names[-1]} raised {_text(cause)}"
 
     def _differs(self, device: torch.device, names: list[str]) -> bool:
         assert self._cases is not None, f"nothing checks the kernels for {self.name}"

@@ -1,11 +1,14 @@
 """Products that finish themselves and compute half of symmetric results, against torch."""
 
+import importlib
 import sys
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
 
 from megatron_eopt.math import products
 from megatron_eopt.math.newton_schulz import multiply_add, symmetric
@@ -77,6 +80,37 @@ def test_the_left_factor_joins_a_product_of_square_matrices(m, is_symmetric):
     identity = torch.eye(m).double()
     wanted = (left.double() + 2 * identity) @ (right.double() + 4 * identity)
     assert torch.equal(out, wanted.half())
+
+
+def tiles_of(function, count, *sizes):
+    """Return row and column of the first tiles, by a function of the kernel."""
+    with interpreted_kernels():
+        module = importlib.import_module("megatron_eopt.math.triton_products")
+        handle = importlib.import_module("triton.runtime.interpreter").TensorHandle
+        # of a block there are powers of two
+        block = 1 << (count - 1).bit_length()
+        numbers = handle(np.arange(block, dtype=np.int32).clip(max=count - 1), tl.int32)
+        place = getattr(module, function)(
+            tl.tensor(numbers, tl.block_type(tl.int32, [block])), *sizes
+        )
+        rows, columns = (one.handle.data[:count].tolist() for one in place)
+        return list(zip(rows, columns, strict=True))
+
+
+def test_each_tile_of_the_lower_triangle_has_its_program():
+    # of weights of up to 65,536 rows
+    assert tiles_of("_lower_tile", 512 * 513 // 2) == [
+        (row, column) for row in range(512) for column in range(row + 1)
+    ]
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 24])
+@pytest.mark.parametrize("height", [1, 7, 8, 9, 24, 29])
+def test_each_tile_has_its_program_and_neighbours(height, width):
+    found = tiles_of("_any_tile", height * width, height, width)
+    # groups of 8 rows, column by column
+    groups = [range(first, min(first + 8, height)) for first in range(0, height, 8)]
+    assert found == [(row, c) for rows in groups for c in range(width) for row in rows]
 
 
 def test_rounded_symmetric_products_are_symmetric():
