@@ -14,6 +14,8 @@ from datetime import timedelta
 from torch import distributed
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from megatron_eopt.base.agreement import _is_alone
+
 logger = logging.getLogger(__name__)
 
 _FAILED, _ENDED, _DONE = "failed", "ended", "done"
@@ -101,7 +103,8 @@ def succeed_together[T](function: Callable[[], T], seconds: float) -> T:
         RuntimeError: If another rank has raised an error, which the text has, or does not finish.
     """
     global _board
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+    # the ranks of a dry run write nothing
+    if _is_alone() or distributed.get_world_size() == 1:
         return function()
     if _board is not None:
         _board.close()

@@ -49,10 +49,11 @@ _PRODUCTS = (
     _Product("b A + c A^2", 256, 256, 256, _BF16, _BF16, adds=True),
     _Product("a X + P X", 2176, 64, 256, _BF16, _BF16, False, adds=True, batch=1),
     _Product("X X^T", 272, 592, 272, _F16, _F16),
-    _Product("X X^T of tall X", 144, 80, 144, _F16, _F16, is_tall=True),
+    _Product("X X^T of tall X", 256, 80, 256, _F16, _F16, is_tall=True),
     _Product("half of R Q + a (R + Q)", 144, 144, 144, _F16, _F16, adds=True, gamma=4.0),
     _Product("R Q + a (R + Q)", 144, 144, 144, _F16, _F16, False, adds=True, gamma=4.0),
-    _Product("Q X", 144, 80, 272, _F16, _BF16, False),
+    _Product("Q X", 144, 64, 256, _F16, _BF16, False),
+    _Product("Q X", 128, 64, 272, _F16, _BF16, False),
     _Product("b A + c A^2", 144, 144, 144, _BF16, _BF16, adds=True),
     # 16 rows of tiles
     _Product("X X^T", 2048, 64, 2048, _F16, _F16, batch=1),

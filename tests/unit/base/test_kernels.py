@@ -15,6 +15,7 @@ from triton.runtime.errors import OutOfResources
 
 from megatron_eopt import ConfigurationError
 from megatron_eopt.base import gpu, kernels, peers
+from megatron_eopt.base.agreement import answered_by
 from megatron_eopt.layouts import redistribution
 from megatron_eopt.layouts.redistribution import run_copies
 from megatron_eopt.math import norms, passes, products
@@ -250,6 +251,15 @@ def late(rank: int) -> str:
 
 def test_a_rank_that_does_not_end_its_check_is_named():
     assert "ranks [1] have not finished" in run_ranks(3, late, 1)[2]
+
+
+def beside_stand_ins() -> int:
+    with answered_by(mock.Mock()):
+        return peers.succeed_together(lambda: 3, 0.1)
+
+
+def test_ranks_that_do_not_exist_are_not_waited_for():
+    assert run_ranks(2, beside_stand_ins) == [3, 3]
 
 
 def told_after_a_failed_step(failing: int) -> tuple[list[str], list[str]]:

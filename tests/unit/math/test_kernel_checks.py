@@ -4,15 +4,17 @@ Triton's interpreter runs the kernels. A fault is another text in a kernel, a ta
 """
 
 import ast
+import importlib
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_eopt.base import kernels
-from megatron_eopt.layouts import redistribution
-from megatron_eopt.math import norms, passes, products
+from megatron_eopt.layouts import copy_checks, redistribution
+from megatron_eopt.math import kernel_checks, norms, passes, products
 from tests.harness.kernels import checked_kernels
 
 ROOT = Path(kernels.__file__).parents[1]
@@ -242,6 +244,55 @@ def test_there_is_no_alarm_about_right_kernels(caplog):
         with checked_kernels():
             assert all(family.runs(x) for family, _ in TABLES.values())
     assert caplog.text == ""
+
+
+def within(access, given):
+    """Return how a kernel reads or writes, which must leave alone what is around its tensors."""
+
+    def checked(builder, pointers, second, *rest):
+        # a store has values before its mask
+        mask = second if access.__name__ == "create_masked_load" else rest[0]
+        addresses = pointers.data[mask.data]
+        for tensor in given:
+            (first, last), (begin, end) = map(span, (tensor, kernels.whole(tensor)))
+            around = (begin <= addresses) & (addresses < end)
+            assert not (around & ((addresses < first) | (addresses >= last))).any()
+        return access(builder, pointers, second, *rest)
+
+    return checked
+
+
+def span(tensor):
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
+def divisible(handle, name, values):
+    """Take what a kernel says of numbers and addresses, which a GPU's compiler believes."""
+    assert name == "tt.divisibility"
+    assert not (handle.data % np.array(values)).any()
+
+
+@pytest.mark.parametrize("module", TABLES)
+def test_kernels_stay_within_and_say_what_is_true(module, monkeypatch):
+    """Numbers beyond a tensor may be masked later, but need not be memory."""
+    given = []
+
+    def noted(*args, **kwargs):
+        given.append(kernels.integers(*args, **kwargs))
+        return given[-1]
+
+    for checks in (kernel_checks, copy_checks):
+        monkeypatch.setattr(checks, "integers", noted)
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    monkeypatch.setattr(interpreter.TensorHandle, "set_attr", divisible)
+    builder = interpreter.InterpreterBuilder
+    for name in ("create_masked_load", "create_masked_store"):
+        monkeypatch.setattr(builder, name, within(getattr(builder, name), given))
+    with checked_kernels():
+        for _, compute, _ in TABLES[module][0]._cases(torch.device("cpu")):
+            given.clear()
+            compute()
+            assert given
 
 
 @pytest.mark.parametrize("module", TABLES)
