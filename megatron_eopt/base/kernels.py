@@ -18,11 +18,13 @@ Note [Self-check]
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -75,7 +77,6 @@ class Family:
         self._cases: Callable[[torch.device], Iterator[Case]] | None = None
         self._faults: dict[torch.device, str | None] = {}
         self._excluded: set[torch.device] = set()  # where another rank cannot use them
-        self._is_checking = False
         FAMILIES[name] = self
 
     def checked_by[F: Callable[[torch.device], Iterator[Case]]](self, cases: F) -> F:
@@ -103,14 +104,12 @@ class Family:
         """
         if device not in self._faults:
             # what the check itself calls may ask, too
-            self._faults[device], self._is_checking = None, True
+            self._faults[device] = None
             try:
                 fault = self._first_fault(device) if self._is_meant_for(device) else _NOT_MEANT
             except BaseException:  # Ctrl-C, no memory: the check has not been done
                 del self._faults[device]
                 raise
-            finally:
-                self._is_checking = False
             self._faults[device] = fault
             if fault and warns:
                 self.warn(fault)
@@ -154,8 +153,8 @@ class Family:
                 f"a GPU kernel for {self.name} failed: {_text(error)}. Set the environment "
                 f"variable {SWITCH}=0, or optimizer_kernels=False, to use torch's functions instead"
             )
-            if not self._is_checking:
-                # the others would wait for this rank in vain
+            # the others would wait for this rank in vain; a check's errors are agreed on
+            if threading.current_thread() not in _CHECKS:
                 peers.tell(failed)
             raise failed from error
 
@@ -199,6 +198,7 @@ class Family:
 
     def _differs(self, device: torch.device, names: list[str]) -> bool:
         assert self._cases is not None, f"nothing checks the kernels for {self.name}"
+        _CHECKS.add(threading.current_thread())
         with torch.no_grad():
             for name, compute, tolerance in self._cases(device):
                 names.append(name)
@@ -213,6 +213,9 @@ class Family:
             f"cannot use the GPU any more: start it again with the environment variable {SWITCH}=0"
         )
 
+
+_CHECKS: WeakSet[threading.Thread] = WeakSet()
+"""Threads that check kernels, or have done so."""
 
 _wanted = True  # by the optimizer that was built last
 _OF_SWITCH = dict.fromkeys(("1", "true", "on", "yes"), True)

@@ -19,7 +19,7 @@ from megatron_eopt.base.agreement import _is_alone
 logger = logging.getLogger(__name__)
 
 _FAILED, _ENDED, _DONE = "failed", "ended", "done"
-_PAUSE = 5.0  # seconds between two looks for an error of another rank
+_PAUSE = 2.0  # seconds between two looks for an error of another rank
 
 _board: "Board | None" = None
 """Where ranks leave messages since they last began something together."""

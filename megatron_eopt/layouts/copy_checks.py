@@ -12,7 +12,15 @@ from megatron_eopt.base.kernels import Case, integers, whole
 from megatron_eopt.layouts.redistribution import KERNELS, copy_blocks
 
 _BLOCKS: dict[str, tuple[int, list[Any]]] = {
-    "aligned": (0, [((4, 48, 96), (4, 50, 80), slice(16, 80)), ((6144,), (6144,), slice(None))]),
+    "aligned": (
+        0,
+        [
+            ((4, 48, 96), (4, 50, 80), slice(16, 80)),
+            ((6144,), (6144,), slice(None)),
+            # of a width that 16 does not divide
+            ((4, 48, 96), (4, 50, 80), slice(16, 56)),
+        ],
+    ),
     "odd": (1, [((4, 48, 40), (4, 50, 47), slice(2, 37)), ((5001,), (5001,), slice(1, None))]),
 }
 """How many elements after an aligned address; sizes of sources and sinks, and columns of blocks."""
