@@ -24,7 +24,8 @@ OUTSIDE = {
     ),
     "cpu": ("megatron_eopt/cpu", "unit/cpu"),
     "kernels": (
-        "megatron_eopt/base/kernels.py megatron_eopt/math megatron_eopt/layouts",
+        "megatron_eopt/base/kernels.py megatron_eopt/base/peers.py megatron_eopt/base/gpu.py"
+        " megatron_eopt/math megatron_eopt/layouts",
         "unit/base/test_kernels.py unit/layouts/test_block_copies.py",
     ),
     "numerics": (

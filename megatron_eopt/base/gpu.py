@@ -1,7 +1,9 @@
 """Detects GPUs, runs work beside other work, and copies values between host and device."""
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +17,45 @@ from megatron_eopt.base.errors import ConfigurationError
 def is_there() -> bool:
     """Return whether ``cuda`` is a real GPU; the CPU back end maps ``cuda`` to the CPU."""
     return torch.cuda.is_available() and torch.empty(0, device="cuda").is_cuda
+
+
+def is_broken(device: torch.device) -> bool:
+    """Return whether an error of a kernel, such as an illegal access, has ended all work there."""
+    try:
+        return bool(torch.zeros((), device=device))
+    except torch.OutOfMemoryError:
+        return False
+    except RuntimeError:
+        return True
+
+
+def lacks_memory(error: BaseException | None) -> bool:
+    """Return whether an error, or its cause, says that a GPU's memory is used up."""
+    if error is None:
+        return False
+    # Triton and cuBLAS have no class for it
+    told = any(text in str(error) for text in ("out of memory", "STATUS_ALLOC_FAILED"))
+    return isinstance(error, torch.OutOfMemoryError) or told or lacks_memory(error.__cause__)
+
+
+def within[T](seconds: float, function: Callable[[], T], device: torch.device) -> T:
+    """Return what a function returns that uses a device, called in a thread of its own.
+
+    Raises:
+        TimeoutError: If it takes longer. It goes on, since nothing ends a kernel that hangs.
+    """
+    found: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            # threads have current devices of their own
+            with torch.cuda.device_of(torch.empty(0, device=device)):  # type: ignore[no-untyped-call]
+                found.set_result(function())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return found.result(seconds)
 
 
 def needed_to_off_load(argument: str, optimizer: str) -> ConfigurationError:

@@ -7,6 +7,10 @@ Note [Self-check]
     built, ranks agree on the families that work on all of them (:func:`agree`), since other
     kernels round otherwise and send other dtypes.
 
+    Where torch's functions would fail as well, the check raises an error, which all ranks raise:
+    without memory, also after unused memory was freed; on a GPU that a kernel has broken; and if
+    the check takes longer than :data:`LIMIT`.
+
     Numbers are small integers, so that most results are exact. They stand amid nan and other
     numbers (:func:`integers`): what is read or written outside of a tensor shows.
 """
@@ -14,16 +18,19 @@ Note [Self-check]
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from megatron_eopt.base import gpu
+from megatron_eopt.base import gpu, peers
 from megatron_eopt.base.agreement import gather_objects, is_rank_0, raise_together
 from megatron_eopt.base.errors import check_choice
 
@@ -31,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 SWITCH = "MEGATRON_EOPT_KERNELS"
 """Environment variable; with 0, torch's functions compute everything."""
+
+LIMIT = 300.0
+"""Seconds that the check of a family may take; compiling takes most of about 10."""
 
 _OFF = f"{SWITCH}=0 turns all of them off"
 _NOT_MEANT = ""  # in place of a fault: kernels are not meant for a device, so nobody is warned
@@ -40,7 +50,7 @@ FAMILIES: dict[str, "Family"] = {}
 
 
 class KernelError(RuntimeError):
-    """A kernel has raised an error; the text names the switch."""
+    """A kernel has raised an error, broken the GPU or hung; the text names the switch."""
 
 
 class Case(NamedTuple):
@@ -86,13 +96,18 @@ class Family:
         return is_on() and device not in self._excluded and self.fault(device) is None
 
     def fault(self, device: torch.device, *, warns: bool = True) -> str | None:
-        """Return what is wrong with the kernels on a device, None if nothing is; checked once."""
+        """Return what is wrong with the kernels on a device, None if nothing is; checked once.
+
+        Raises:
+            KernelError: If a kernel has broken the GPU, or does not end.
+            RuntimeError: If there is no memory for the check.
+        """
         if device not in self._faults:
             # what the check itself calls may ask, too
             self._faults[device] = None
             try:
                 fault = self._first_fault(device) if self._is_meant_for(device) else _NOT_MEANT
-            except BaseException:  # such as Ctrl-C: the check has not been done
+            except BaseException:  # Ctrl-C, no memory: the check has not been done
                 del self._faults[device]
                 raise
             self._faults[device] = fault
@@ -131,13 +146,17 @@ class Family:
         try:
             with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
                 yield
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
-            raise KernelError(
+            if gpu.lacks_memory(error):
+                raise
+            failed = KernelError(
                 f"a GPU kernel for {self.name} failed: {_text(error)}. Set the environment "
                 f"variable {SWITCH}=0, or optimizer_kernels=False, to use torch's functions instead"
-            ) from error
+            )
+            # the others would wait for this rank in vain; a check's errors are agreed on
+            if threading.current_thread() not in _CHECKS:
+                peers.tell(failed)
+            raise failed from error
 
     def call(self, tensor: Tensor, module: str, function: str, *args: Any, **kwargs: Any) -> None:
         """Call a function that launches these kernels, as in :meth:`launching`.
@@ -148,18 +167,55 @@ class Family:
             getattr(import_module(module), function)(*args, **kwargs)
 
     def _first_fault(self, device: torch.device) -> str | None:
-        assert self._cases is not None, f"nothing checks the kernels for {self.name}"
-        name = "their check"
+        if is_rank_0():
+            text = "checking the GPU kernels for %s, which compiles them: at most %d s"
+            logger.info(text, self.name, LIMIT)
         try:
-            with torch.no_grad():
-                for name, compute, tolerance in self._cases(device):
-                    for found, wanted in zip(*compute(), strict=True):
-                        if not _is_near(found, wanted, tolerance):
-                            return f"{name} differs from torch"
+            return self._compared(device)
         except Exception as error:
-            return f"{name} raised {_text(error.__cause__ or error)}"
-        return None
+            if not gpu.lacks_memory(error):
+                raise
+        # outside of the handler, whose error would keep what the check has allocated
+        torch.cuda.empty_cache()
+        return self._compared(device)
 
+    def _compared(self, device: torch.device) -> str | None:
+        """Return the first case that fails, within the time that it may take."""
+        names = ["their check"]  # of the cases so far
+        try:
+            differs = gpu.within(LIMIT, partial(self._differs, device, names), device)
+            return f"{names[-1]} differs from torch" if differs else None
+        except TimeoutError as error:
+            raise self._stopped(f"hangs, or compiles for more than {LIMIT:.0f} s", names) from error
+        except Exception as error:
+            if gpu.lacks_memory(error):
+                raise
+            cause = error.__cause__ or error
+            if isinstance(cause, torch.AcceleratorError) or gpu.is_broken(device):
+                told = f"broke the GPU's context: {_text(cause)}"
+                raise self._stopped(told, names) from error
+            return f"{names[-1]} raised {_text(cause)}"
+
+    def _differs(self, device: torch.device, names: list[str]) -> bool:
+        assert self._cases is not None, f"nothing checks the kernels for {self.name}"
+        _CHECKS.add(threading.current_thread())
+        with torch.no_grad():
+            for name, compute, tolerance in self._cases(device):
+                names.append(name)
+                for found, wanted in zip(*compute(), strict=True):
+                    if not _is_near(found, wanted, tolerance):
+                        return True
+        return False
+
+    def _stopped(self, what: str, names: list[str]) -> KernelError:
+        return KernelError(
+            f"a GPU kernel for {self.name} {what}. It was checked with {names[-1]}. This process "
+            f"cannot use the GPU any more: start it again with the environment variable {SWITCH}=0"
+        )
+
+
+_CHECKS: WeakSet[threading.Thread] = WeakSet()
+"""Threads that check kernels, or have done so."""
 
 _wanted = True  # by the optimizer that was built last
 _OF_SWITCH = dict.fromkeys(("1", "true", "on", "yes"), True)
@@ -191,6 +247,7 @@ def agree(*, wanted: bool) -> None:
 
     Raises:
         ConfigurationError: On all ranks, if one has another value of the switch than 0 and 1.
+        RuntimeError: On all ranks, if a check has raised an error on one.
     """
     global _wanted
     raise_together(_switch)
@@ -202,8 +259,7 @@ def agree(*, wanted: bool) -> None:
     mine: dict[str, str | None] = {}
     # a dry run has nothing to check
     if probe is not None and not is_fake(probe):
-        every = FAMILIES.items()
-        mine = {n: it.fault(probe.device, warns=False) if is_on() else _OFF for n, it in every}
+        mine = peers.succeed_together(partial(_faults_on, probe.device), 2 * LIMIT)
     of_ranks = gather_objects(mine)
     for name in mine if is_on() else ():
         found = {rank: its.get(name) for rank, its in enumerate(of_ranks)}
@@ -213,6 +269,11 @@ def agree(*, wanted: bool) -> None:
         told = next((f"rank {rank}: {fault}" for rank, fault in faults.items() if fault), None)
         if told and is_rank_0():
             FAMILIES[name].warn(told)
+
+
+def _faults_on(device: torch.device) -> dict[str, str | None]:
+    every = FAMILIES.items()
+    return {name: it.fault(device, warns=False) if is_on() else _OFF for name, it in every}
 
 
 def integers(

@@ -12,8 +12,16 @@ from megatron_eopt.base.kernels import Case, integers, whole
 from megatron_eopt.layouts.redistribution import KERNELS, copy_blocks
 
 _BLOCKS: dict[str, tuple[int, list[Any]]] = {
-    "aligned": (0, [((3, 48, 96), (3, 32, 80), slice(16, 80)), ((4096,), (4096,), slice(None))]),
-    "odd": (1, [((3, 7, 9), (4, 8, 13), slice(2, 7)), ((5001,), (5001,), slice(1, None))]),
+    "aligned": (
+        0,
+        [
+            ((4, 48, 96), (4, 50, 80), slice(16, 80)),
+            ((6144,), (6144,), slice(None)),
+            # of a width that 16 does not divide
+            ((4, 48, 96), (4, 50, 80), slice(16, 56)),
+        ],
+    ),
+    "odd": (1, [((4, 48, 40), (4, 50, 47), slice(2, 37)), ((5001,), (5001,), slice(1, None))]),
 }
 """How many elements after an aligned address; sizes of sources and sinks, and columns of blocks."""
 
@@ -50,7 +58,7 @@ def _copied(
         for side, dtype in enumerate(dtypes)
     )
     alive += [*sources, *sinks]
-    places = [(slice(2), slice(5), columns)[-len(size) :] for size, _, columns in blocks]
+    places = [(slice(3), slice(45), columns)[-len(size) :] for size, _, columns in blocks]
     outs, parts = (
         [tensor[at] for tensor, at in zip(side, places, strict=True)] for side in (sinks, sources)
     )

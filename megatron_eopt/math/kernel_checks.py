@@ -2,7 +2,8 @@
 
 Their numbers are such that products, sums and passes are exact, except for Adam's. They have the
 variants that a step compiles: both 16-bit types, wide and tall, whole tiles and masked ones, and
-aligned and odd addresses.
+aligned and odd addresses. Sizes are such that each index of a kernel goes beyond 1: batches, tiles,
+groups of tiles, blocks of the inner dimension, chunks and parts.
 """
 
 import math
@@ -35,23 +36,27 @@ class _Product(NamedTuple):
     adds: bool = False
     gamma: float = 0.0
     is_tall: bool = False
+    batch: int = 3
 
 
 _PRODUCTS = (
-    _Product("X X^T", 256, 128, 256, _F16, _F16),
+    _Product("X X^T", 256, 640, 256, _F16, _F16),
     _Product("X X^T of tall X", 256, 128, 256, _F16, _F16, is_tall=True),
-    _Product("b A + c A^2", 256, 256, 256, _F16, _F16, adds=True),
+    _Product("b A + c A^2", 384, 384, 384, _F16, _F16, adds=True),
     _Product("half of R Q + a (R + Q)", 256, 256, 256, _F16, _F16, adds=True, gamma=4.0),
     _Product("R Q + a (R + Q)", 256, 256, 256, _F16, _F16, False, adds=True, gamma=4.0),
-    _Product("Q X", 1152, 64, 256, _F16, _BF16, False),
+    _Product("Q X", 1152, 64, 384, _F16, _BF16, False, batch=1),
     _Product("b A + c A^2", 256, 256, 256, _BF16, _BF16, adds=True),
-    _Product("a X + P X", 1152, 64, 256, _BF16, _BF16, False, adds=True),
-    _Product("X X^T", 144, 80, 144, _F16, _F16),
-    _Product("X X^T of tall X", 144, 80, 144, _F16, _F16, is_tall=True),
+    _Product("a X + P X", 2176, 64, 256, _BF16, _BF16, False, adds=True, batch=1),
+    _Product("X X^T", 272, 592, 272, _F16, _F16),
+    _Product("X X^T of tall X", 256, 80, 256, _F16, _F16, is_tall=True),
     _Product("half of R Q + a (R + Q)", 144, 144, 144, _F16, _F16, adds=True, gamma=4.0),
     _Product("R Q + a (R + Q)", 144, 144, 144, _F16, _F16, False, adds=True, gamma=4.0),
-    _Product("Q X", 144, 80, 272, _F16, _BF16, False),
+    _Product("Q X", 144, 64, 256, _F16, _BF16, False),
+    _Product("Q X", 128, 64, 272, _F16, _BF16, False),
     _Product("b A + c A^2", 144, 144, 144, _BF16, _BF16, adds=True),
+    # 16 rows of tiles
+    _Product("X X^T", 2048, 64, 2048, _F16, _F16, batch=1),
 )
 
 
@@ -75,7 +80,8 @@ def _name_of(case: _Product) -> str:
 def _multiplied(
     case: _Product, device: torch.device, *, by_quack: bool = False
 ) -> tuple[list[Tensor], list[Tensor]]:
-    batch, alpha, beta, diagonal = 2, 0.5, 2.0, 8.0 if case.adds and case.is_symmetric else 0.0
+    alpha, beta, diagonal = 0.5, 2.0, 8.0 if case.adds and case.is_symmetric else 0.0
+    batch = case.batch
     given: dict[str, Any] = {"dtype": case.dtype, "device": device}
     shape = (case.k, case.m) if case.is_tall else (case.m, case.k)
     left = integers(1, batch, *shape, **given)
@@ -139,7 +145,7 @@ _PASSES = (
     _Pass("adam", _OF_ADAM, passes.adam_numbers(_DECOUPLED)),
     _Pass("adam", (*_OF_ADAM[:3], None, _F32, _F32), passes.adam_numbers(_L2)),
 )
-_SIZES = {"aligned": (0, (4096, 64, 2048)), "odd": (1, (5001, 1, 33))}
+_SIZES = {"aligned": (0, (6144, 64, 2048, 4096)), "odd": (1, (5001, 1, 33, 7001))}
 """How many elements after an aligned address tensors begin, and their sizes."""
 
 
@@ -197,7 +203,7 @@ def _memory(lists: _ListsT) -> list[Tensor]:
 
 @norms.KERNELS.checked_by
 def _norms(device: torch.device) -> Iterator[Case]:
-    for shape in ((2, 144, 144), (2, 131, 133), (1, 16, 16)):
+    for shape in ((3, 208, 208), (3, 201, 203), (1, 16, 16)):
         for dtype, out in ((_BF16, _F16), (_F32, _BF16)):
             of = f"of {shape[0]} {dtype} matrices {shape[1]} x {shape[2]}"
             given: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -219,8 +225,8 @@ def _divided(make: Callable[[], Tensor], dtype: torch.dtype) -> tuple[list[Tenso
         x[0, 0, 0] = value
         squares = x.double().square().sum((-2, -1), keepdim=True)
         outs = [integers(2, *x.shape, dtype=dtype, device=x.device) for _ in range(2)]
-        # in three parts
-        parts = torch.cat([squares[..., 0] / 4, squares[..., 0] / 4, squares[..., 0] / 2], -1)
+        # in five parts
+        parts = squares[..., 0] * squares.new_tensor([0.25, 0.125, 0.25, 0.25, 0.125])
         norms.divide(x, parts, eps, 64.0, outs[0])
         outs[1].copy_(x.double() * 64.0 / squares.sqrt().clamp(min=eps))
         found.append(whole(outs[0]))

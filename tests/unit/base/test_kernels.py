@@ -1,6 +1,9 @@
 """Which kernels run: by their check, by the switch, and alike on all ranks."""
 
+import logging
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +14,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from megatron_eopt import ConfigurationError
-from megatron_eopt.base import gpu, kernels
+from megatron_eopt.base import gpu, kernels, peers
+from megatron_eopt.base.agreement import answered_by
 from megatron_eopt.layouts import redistribution
 from megatron_eopt.layouts.redistribution import run_copies
 from megatron_eopt.math import norms, passes, products
@@ -43,7 +47,7 @@ def no_resources(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize("module", FAMILIES)
 def test_a_launch_that_raises_leaves_its_family_to_torch_after_one_warning(module, caplog):
     launchers = ("launch", "launch_sums", "launch_division")
-    with checked_kernels():
+    with checked_kernels(), mock.patch.object(peers, "tell") as told:
         launched = sys.modules[module]
         for name in launchers:
             if hasattr(launched, name):
@@ -53,6 +57,8 @@ def test_a_launch_that_raises_leaves_its_family_to_torch_after_one_warning(modul
         found = orthogonal()
     assert runs == {name: name != module for name in FAMILIES}
     (warning,) = caplog.messages
+    # ranks agree on it
+    assert not told.called
     assert FAMILIES[module].name in warning
     assert "out of resource: shared memory" in warning
     assert f"{kernels.SWITCH}=0" in warning
@@ -90,6 +96,212 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     monkeypatch.setitem(sys.modules, "some_kernels", some)
     products.KERNELS.call(torch.ones(1), "some_kernels", "launch", 1, 2)
     assert order == ["guard", (1, 2), "left"]
+
+
+def hangs(*_: Any) -> None:
+    """Stand in for a launch, longer than any limit here."""
+    time.sleep(5)
+    raise RuntimeError("too late")
+
+
+OUT_OF_MEMORY = (
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"),
+    # of other libraries
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+)
+BROKEN = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def fails_first(*errors: Exception) -> Callable[..., None]:
+    """Let a kernel for products raise errors, one at each launch, before it works."""
+    module: Any = sys.modules["megatron_eopt.math.triton_products"]
+    left, launch = [*errors], module.launch
+
+    def launched(*args: Any) -> None:
+        if left:
+            raise left.pop(0)
+        launch(*args)
+
+    module.launch = launched
+    return launched
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: str(error)[:20])
+def test_a_check_without_memory_frees_the_cache_and_tries_again(error, caplog):
+    with checked_kernels(), mock.patch.object(torch.cuda, "empty_cache") as emptied:
+        fails_first(error)
+        assert products.KERNELS.runs(X)
+        assert emptied.call_count == 1
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: str(error)[:20])
+def test_a_lack_of_memory_that_stays_gives_no_kernels_up(error, caplog):
+    with checked_kernels():
+        fails_first(error, error)
+        with pytest.raises(type(error)) as failed:
+            products.KERNELS.runs(X)
+        assert failed.value is error
+        # the check is done once there is memory
+        assert products.KERNELS.runs(X)
+        fails_first(error)
+        with pytest.raises(type(error)) as failed:
+            orthogonal()
+        assert failed.value is error
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("way", ["at once", "at torch's next function"])
+def test_a_kernel_that_breaks_the_gpu_is_named_and_nothing_goes_on(way, caplog):
+    def is_broken(_: torch.device) -> bool:
+        return way != "at once"
+
+    triton_s = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    with checked_kernels(), mock.patch.object(gpu, "is_broken", is_broken):
+        fails_first(BROKEN if way == "at once" else triton_s)
+        with pytest.raises(kernels.KernelError, match=r"illegal memory access") as failed:
+            products.KERNELS.runs(X)
+    for text in (products.KERNELS.name, "X X^T (", "MEGATRON_EOPT_KERNELS=0"):
+        assert text in str(failed.value)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("error", [BROKEN, OUT_OF_MEMORY[0], None], ids=["broken", "memory", "no"])
+def test_a_broken_gpu_is_one_on_which_torch_s_functions_fail(monkeypatch, error):
+    monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=error or [torch.tensor(0)]))
+    assert gpu.is_broken(X.device) == (error is BROKEN)
+
+
+def test_a_check_that_hangs_fails_in_time_by_name(monkeypatch, caplog):
+    monkeypatch.setattr(kernels, "LIMIT", 0.5)
+    caplog.set_level(logging.INFO, "megatron_eopt")
+    with checked_kernels():
+        sys.modules["megatron_eopt.math.triton_products"].launch = hangs  # type: ignore[attr-defined]
+        with pytest.raises(kernels.KernelError, match=r"symmetric products hangs") as failed:
+            products.KERNELS.runs(X)
+    for text in ("X X^T (", "MEGATRON_EOPT_KERNELS=0"):
+        assert text in str(failed.value)
+    # said before
+    (line,) = caplog.messages
+    assert "checking the GPU kernels for symmetric products" in line
+
+
+def test_each_family_says_that_it_is_checked(caplog):
+    caplog.set_level(logging.INFO, "megatron_eopt")
+    with checked_kernels():
+        for family in FAMILIES.values():
+            assert family.runs(X)
+            assert f"checking the GPU kernels for {family.name}," in caplog.messages[-1]
+        assert len(caplog.messages) == len(FAMILIES)
+
+
+def products_alone(family: kernels.Family, *args: Any) -> bool:
+    return family is products.KERNELS and DIFFERS(family, *args)
+
+
+DIFFERS = kernels.Family._differs
+
+
+def end_of_check(failing: int, how: str) -> tuple[str, list[str]]:
+    """Return how the check ends on this rank, where one fails, and what is logged."""
+    is_failing = torch.distributed.get_rank() == failing
+    limit = 1.0 if is_failing and how == "hangs" else 60.0
+    with (
+        checked_kernels(),
+        mock.patch.object(gpu, "is_there", return_value=True),
+        mock.patch.object(kernels, "LIMIT", limit),
+        mock.patch.object(kernels, "gather_objects", side_effect=AssertionError),
+        mock.patch.object(kernels.Family, "_differs", products_alone),
+        listening() as lines,
+    ):
+        if is_failing:
+            error = BROKEN if how == "breaks" else OUT_OF_MEMORY[0]
+            fails_first(error, error)
+        if is_failing and how == "hangs":
+            sys.modules["megatron_eopt.math.triton_products"].launch = hangs  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError) as failed:
+            kernels.agree(wanted=True)
+    return f"{type(failed.value).__name__}: {failed.value}", lines
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("breaks", "KernelError: a GPU kernel for symmetric products broke the GPU's context"),
+        ("hangs", "KernelError: a GPU kernel for symmetric products hangs"),
+        ("lacks memory", "OutOfMemoryError: CUDA out of memory"),
+    ],
+)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_all_ranks_stop_without_a_collective_if_one_rank_s_check_fails(failing, how, text):
+    ends = run_ranks(2, end_of_check, failing, how)
+    assert ends[failing][0].startswith(text)
+    assert ends[1 - failing][0].startswith(f"RuntimeError: rank {failing} failed: {text}")
+    assert not [line for _, lines in ends for line in lines if "do not work" in line]
+
+
+def late(rank: int) -> str:
+    """Return the error of a rank that waits for one that does nothing."""
+    if torch.distributed.get_rank() == rank:
+        time.sleep(1)
+        return ""
+    with pytest.raises(RuntimeError) as failed:
+        peers.succeed_together(lambda: None, 0.5)
+    return str(failed.value)
+
+
+def test_a_rank_that_does_not_end_its_check_is_named():
+    assert "ranks [1] have not finished" in run_ranks(3, late, 1)[2]
+
+
+def beside_stand_ins() -> int:
+    # the other rank does not come
+    if torch.distributed.get_rank() == 1:
+        return 3
+    with answered_by(mock.Mock()):
+        return peers.succeed_together(lambda: 3, 0.1)
+
+
+def test_ranks_that_do_not_exist_are_not_waited_for():
+    assert run_ranks(2, beside_stand_ins) == [3, 3]
+
+
+def told_after_a_failed_step(failing: int) -> tuple[list[str], list[str]]:
+    """Return what a rank logs where one rank's kernel fails in a step, and after another build."""
+    with (
+        checked_kernels(),
+        mock.patch.object(gpu, "is_there", return_value=True),
+        mock.patch.object(peers, "_PAUSE", 0.1),
+        mock.patch.object(kernels.Family, "_differs", return_value=False),
+        listening() as lines,
+    ):
+        kernels.agree(wanted=True)
+        lines.clear()
+        if torch.distributed.get_rank() == failing:
+            fails_first(OutOfResources(300_000, 232_448, "shared memory"))
+            with pytest.raises(kernels.KernelError):
+                orthogonal()
+            time.sleep(0.5)
+        deadline = time.monotonic() + 20
+        while torch.distributed.get_rank() != failing and not lines:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        told = [*lines]
+        kernels.agree(wanted=True)
+        lines.clear()
+        time.sleep(0.5)
+        return told, lines
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_ranks_say_whose_kernel_has_failed_in_a_step(failing):
+    ranks = run_ranks(2, told_after_a_failed_step, failing)
+    assert ranks[failing] == ([], [])
+    ((line,), later) = ranks[1 - failing]
+    assert later == []
+    assert line.startswith(f"rank {failing} failed: KernelError: a GPU kernel for symmetric prod")
+    assert "MEGATRON_EOPT_KERNELS=0" in line
 
 
 @pytest.mark.parametrize("way", ["environment", "field"])

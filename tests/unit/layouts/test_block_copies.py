@@ -66,6 +66,18 @@ def test_all_blocks_of_a_call_are_copied_by_one_kernel(interpreted, copies, read
     assert interpreted.call_count == (launches or len(dtypes))
 
 
+def test_one_odd_block_narrows_no_launch_but_its_own(interpreted):
+    kernel = mock.MagicMock()
+    with (
+        mock.patch.object(sys.modules[KERNELS], "_copy", kernel),
+        mock.patch.object(kernels.Family, "runs", return_value=True),
+    ):
+        copied([*EVEN, *ODD[:2]], (F32, F32), (BF16, BF16))
+    # tables of nine numbers for each block, and whether their loads are wide
+    launches = [call.args for call in kernel.__getitem__.return_value.call_args_list]
+    assert [(args[1].numel(), args[-1]) for args in launches] == [(2 * 9, True), (2 * 9, False)]
+
+
 def test_what_32_bits_cannot_count_is_copied_by_torch():
     flat = [torch.empty(2**31, device="meta")]
     copies = [Copy(0, 0, (size,), (1, 0), (1, 0)) for size in (77, 2**31, 1)]

@@ -32,19 +32,46 @@ def integers(seed, *shape):
 
 
 @pytest.mark.parametrize("is_symmetric", [True, False])
-def test_products_of_matrices_with_columns_far_apart(memory, is_symmetric):
+@pytest.mark.parametrize("along", ["columns", "rows"])
+def test_products_of_matrices_with_rows_or_columns_far_apart(memory, along, is_symmetric):
+    strides = (1, STRIDE) if along == "columns" else (STRIDE, 1)
+
     def far(number, values):
-        place = memory.as_strided((SIDE, SIDE), (1, STRIDE), BEYOND + number * SIDE)
+        place = memory.as_strided((SIDE, SIDE), strides, BEYOND + number * SIDE)
         return place.copy_(values)
 
     left = integers(0, SIDE, SIDE)
     right, add = (left.mT if is_symmetric else integers(1, SIDE, SIDE)), integers(2, SIDE, SIDE)
     add = add + add.mT
     out = far(3, torch.zeros(SIDE, SIDE))
-    given = far(0, left), far(1, right.mT).mT, out, far(2, add)
+    if is_symmetric:
+        right = (given := far(0, left)).mT
+    else:
+        given, right = far(0, left), far(1, right)
     with interpreted_kernels():
-        products.multiply(*given, symmetric=is_symmetric)
-    assert torch.equal(out, (left.double() @ right.double() + add).half())
+        products.multiply(given, right, out, far(2, add), symmetric=is_symmetric)
+    exact = left.double() @ right.double() + add
+    assert torch.equal(out, exact.half())
+
+
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_products_of_matrices_far_apart(memory, is_symmetric):
+    # two strides exceed 32 bits
+    stride = BEYOND // 2 + 64
+
+    def far(number, values):
+        place = memory.as_strided((3, 16, 16), (stride, 16, 1), BEYOND + number * 256)
+        return place.copy_(values)
+
+    left, right, add = (integers(seed, 3, 16, 16) for seed in range(3))
+    add = add + add.mT
+    given, out = far(0, left), far(3, torch.zeros(16))
+    other = given.mT if is_symmetric else far(1, right)
+    numbers = {"gamma": 0.0 if is_symmetric else 2.0, "symmetric": is_symmetric}
+    with interpreted_kernels():
+        products.multiply(given, other, out, far(2, add), **numbers)
+    exact = left.double() @ other.double() + add + numbers["gamma"] * left
+    assert torch.equal(out, exact.half())
 
 
 def programs_from(first):
@@ -92,6 +119,25 @@ def test_passes_over_large_tensors(memory):
         types = (kernels.TYPES[F16], None, kernels.TYPES[F16])
         kernels.update[(1,)](programs, table, 1, None, (0.0, 2.0, 0.0), types, False)
     assert torch.equal(weights[block], weight + 2 * update)
+
+
+def test_copies_of_planes_and_rows_far_apart(memory):
+    # strides of planes and rows, of which two exceed 32 bits, in the source and in the sink
+    far, near = BEYOND // 2 + 64, 16
+    places = [
+        memory.as_strided((3, 3, 5), strides, BEYOND + 256 * number)
+        for number, strides in enumerate(
+            [(far, near, 1), (near, far, 1), (3 * near, near, 1), (3 * near, near, 1)]
+        )
+    ]
+    values = integers(7, 3, 3, 5)
+    for source, sink in ((0, 2), (1, 3), (2, 0), (3, 1)):
+        places[source].copy_(values)
+        places[sink].zero_()
+        with interpreted_kernels():
+            kernels = importlib.import_module("megatron_eopt.layouts.block_copies")
+            kernels.launch([places[sink]], [places[source]])
+        assert torch.equal(places[sink], values)
 
 
 def test_programs_count_along_the_first_axis_only():

@@ -239,3 +239,24 @@ def test_adam_rounds_weights_into_copies():
 def test_adam_rests_where_the_coefficient_is_nan():
     for found in by_both(stepped, math.nan, BF16, True, 2):
         assert all(map(torch.equal, found, stepped(None, BF16, True, 0)))
+
+
+def test_each_list_of_adam_has_a_dtype_of_its_own():
+    # weights, both moments, copies, gradients
+    dtypes = (F16, BF16, F32, BF16, BF16)
+    group = {**SETTINGS, **FLAGS, "decoupled_weight_decay": True}
+    found, exact = (
+        [
+            [t.to(kind) for t in tensors(own, seed)]
+            for seed, own, kind in zip(range(5), dtypes, its, strict=True)
+        ]
+        for its in (dtypes, [F32] * 5)
+    )
+    for lists in (found, exact):
+        for second in lists[2]:
+            second.square_()
+        with interpreted_kernels():
+            adam_([*lists, [torch.zeros(()) for _ in SIZES]], [], None, group)
+    exact[3] = [weight.to(F16) for weight in exact[0]]
+    for some, wide, dtype in zip(found, exact, dtypes, strict=True):
+        assert all(map(torch.equal, some, [value.to(dtype) for value in wide]))

@@ -1,11 +1,14 @@
 """Products that finish themselves and compute half of symmetric results, against torch."""
 
+import importlib
 import sys
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
 
 from megatron_eopt.math import products
 from megatron_eopt.math.newton_schulz import multiply_add, symmetric
@@ -17,7 +20,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SPECTRA = {**NAMED, "few_rows": few_rows, "one_column": one_column}
 SETS = (("simple", 5), ("quintic", 5), ("polar_express", 5), ("polar_express", 8))
 SETS += (("aol", 4), ("aol", 5), ("deepseekv4", 10))
-SIZES = [(1, 1), (5, 3), (70, 33), (128, 64), (130, 200), (256, 128)]
+SIZES = [(1, 1), (5, 3), (70, 33), (128, 64), (128, 80), (130, 200), (256, 128)]
 
 
 def integers(seed, *shape, dtype=F16):
@@ -77,6 +80,69 @@ def test_the_left_factor_joins_a_product_of_square_matrices(m, is_symmetric):
     identity = torch.eye(m).double()
     wanted = (left.double() + 2 * identity) @ (right.double() + 4 * identity)
     assert torch.equal(out, wanted.half())
+
+
+def tiles_of(function, count, *sizes):
+    """Return row and column of the first tiles, by a function of the kernel."""
+    with interpreted_kernels():
+        module = importlib.import_module("megatron_eopt.math.triton_products")
+        handle = importlib.import_module("triton.runtime.interpreter").TensorHandle
+        # of a block there are powers of two
+        block = 1 << (count - 1).bit_length()
+        numbers = handle(np.arange(block, dtype=np.int32).clip(max=count - 1), tl.int32)
+        place = getattr(module, function)(
+            tl.tensor(numbers, tl.block_type(tl.int32, [block])), *sizes
+        )
+        rows, columns = (one.handle.data[:count].tolist() for one in place)
+        return list(zip(rows, columns, strict=True))
+
+
+@pytest.mark.parametrize("off", [-2, 0, 2])
+def test_each_tile_of_the_lower_triangle_has_its_program(off):
+    # a GPU's root is approximate; what it may be off changes the row by one
+    builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
+    root = mock.patch.object(
+        builder, "create_sqrt", lambda self, x: self.unary_op(x, lambda it: np.sqrt(it) + off)
+    )
+    with root:
+        # of weights of up to 65,536 rows
+        found = tiles_of("_lower_tile", 512 * 513 // 2)
+    assert found == [(row, column) for row in range(512) for column in range(row + 1)]
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 24])
+@pytest.mark.parametrize("height", [1, 7, 8, 9, 24, 29])
+def test_each_tile_has_its_program_and_neighbours(height, width):
+    found = tiles_of("_any_tile", height * width, height, width)
+    # groups of 8 rows, column by column
+    groups = [range(first, min(first + 8, height)) for first in range(0, height, 8)]
+    assert found == [(row, c) for rows in groups for c in range(width) for row in rows]
+
+
+@pytest.mark.parametrize("is_symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "is_masked"),
+    [
+        ((256, 128, 256), False),
+        ((256, 80, 256), True),
+        ((144, 128, 144), True),
+        ((144, 128, 256), True),
+        ((256, 128, 144), True),
+    ],
+)
+def test_only_tiles_that_end_inside_are_masked(sizes, is_masked, is_symmetric):
+    m, k, n = sizes
+    if is_symmetric and m != n:
+        return
+    with interpreted_kernels():
+        kernel = mock.MagicMock()
+        module = importlib.import_module("megatron_eopt.math.triton_products")
+        with mock.patch.object(module, "_multiply", kernel):
+            left, right = torch.zeros(3, m, k, dtype=F16), torch.zeros(3, k, n, dtype=F16)
+            out = torch.zeros(3, m, n, dtype=F16)
+            products.multiply(left, right, out, symmetric=is_symmetric)
+    symmetric, even, *_ = kernel[None].call_args.args[-4:]
+    assert (symmetric, not even) == (is_symmetric, is_masked)
 
 
 def test_rounded_symmetric_products_are_symmetric():
