@@ -8,7 +8,6 @@ import hashlib
 import os
 import pickle
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +15,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch import distributed
-from torch.distributed.distributed_c10d import (
-    _get_default_group,
-    _get_default_store,
-    _get_default_timeout,
-    _world,
-)
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_timeout, _world
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 
@@ -65,7 +59,8 @@ def answered_by(answers: StandInPeers) -> Iterator[None]:
         _answers.pop()
 
 
-def _is_alone() -> bool:
+def is_alone() -> bool:
+    """Return whether no other rank takes part: stand-ins answer, or there is no process group."""
     return bool(_answers) or not distributed.is_initialized()
 
 
@@ -99,7 +94,7 @@ def from_rank_0[T](function: Callable[[], T]) -> T:
     Errors other than configuration errors become a RuntimeError, as do results that cannot be
     pickled.
     """
-    if _is_alone():
+    if is_alone():
         return function()
     result, data, error = None, None, None
     if is_rank_0():
@@ -109,9 +104,9 @@ def from_rank_0[T](function: Callable[[], T]) -> T:
             data = pickle.dumps(result)
         except Exception as caught:
             error = caught
-    data, report = _broadcast((data, _report(error)))
+    data, report = _broadcast((data, report_of(error)))
     if report is not None:
-        _raise(0, report, error, is_on_all_ranks=True)
+        raise_reported(0, report, error, is_on_all_ranks=True)
     return cast(T, result if is_rank_0() else pickle.loads(data))
 
 
@@ -128,7 +123,7 @@ def raise_together[T](
         group: The ranks that call this together; None for the world.
     """
     # with stand-ins, there is nobody to wait for
-    if _is_alone() or (world := distributed.get_world_size(group)) == 1:
+    if is_alone() or (world := distributed.get_world_size(group)) == 1:
         return function()
     result, error = None, None
     try:
@@ -141,51 +136,9 @@ def raise_together[T](
     distributed.all_reduce(first, distributed.ReduceOp.MIN, group=group)
     if (failed := int(first)) < world:
         # only after a failure, so that success costs no pickling
-        report = _broadcast(_report(error), failed, group)
-        _raise(failed, report, error, is_on_all_ranks=group is None)
+        report = _broadcast(report_of(error), failed, group)
+        raise_reported(failed, report, error, is_on_all_ranks=group is None)
     return cast(T, result)
-
-
-@contextmanager
-def ending_together(key: str) -> Iterator[None]:
-    """End a block on all ranks, or raise on all, though one may have left the ranks' collectives.
-
-    A rank that raises in it does so at once. The others learn of it from torch's store: when they
-    end the block, or when a collective in it fails because that rank has ended.
-
-    Args:
-        key: Of the store, the same on all ranks, and of this block alone.
-
-    Raises:
-        RuntimeError: If a rank neither ends the block nor raises within the default time-out.
-    """
-    if _is_alone() or (world := distributed.get_world_size()) == 1:
-        yield
-        return
-    store: Any = _get_default_store()
-    try:
-        yield
-    except Exception as error:
-        _raise_first_failure(store, key, error)
-        if store.add(f"{key}/failures", 1) == 1:
-            store.set(f"{key}/first", pickle.dumps((distributed.get_rank(), _report(error))))
-        if isinstance(error, ConfigurationError):
-            error.is_on_all_ranks = True
-        raise
-    store.add(f"{key}/done", 1)
-    pause, deadline = 0.001, time.monotonic() + _get_default_timeout("gloo").total_seconds()
-    while (done := store.add(f"{key}/done", 0)) < world:
-        _raise_first_failure(store, key, None)
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{world - done} of {world} ranks have neither ended nor failed")
-        time.sleep(pause)
-        pause = min(2 * pause, 1.0)
-
-
-def _raise_first_failure(store: Any, key: str, error: Exception | None) -> None:
-    if store.check([f"{key}/first"]):
-        rank, report = pickle.loads(store.get(f"{key}/first"))
-        _raise(rank, report, error, is_on_all_ranks=True)
 
 
 def raise_together_in[T](group: distributed.ProcessGroup | None, function: Callable[[], T]) -> T:
@@ -202,7 +155,7 @@ def gather_unique[T](items: Iterable[T]) -> list[T]:
     Equal lists are sent once and empty ones not at all.
     """
     local = list(items)
-    if _is_alone():
+    if is_alone():
         return list(dict.fromkeys(local))
     # Equal lists can pickle to different bytes, if one has the same string twice as one object.
     # Then both are sent, which is slower but not wrong.
@@ -232,7 +185,7 @@ def any_rank(flag: bool) -> bool:
 
 def totals(counts: Sequence[int]) -> list[int]:
     """Return the element-wise sums of the ranks' integer lists, which have equal lengths."""
-    if _is_alone():
+    if is_alone():
         return list(counts)
     sums = torch.tensor(list(counts), dtype=torch.int64, device=device_of_collectives())
     distributed.all_reduce(sums)
@@ -269,14 +222,18 @@ def _broadcast(value: Any, source: int = 0, group: distributed.ProcessGroup | No
     return values[0]
 
 
-def _report(error: Exception | None) -> tuple[type, str, str, str] | str | None:
+def report_of(error: Exception | None) -> tuple[type, str, str, str] | str | None:
+    """Return what other ranks need to raise an error, too; it can be pickled."""
     if isinstance(error, ConfigurationError | ConfigurationTypeError):
         # texts, because a value may be a tensor or something that does not pickle
         return type(error), error.argument, repr(error.value), str(error)
     return None if error is None else f"{type(error).__name__}: {error}"
 
 
-def _raise(rank: int, report: Any, cause: Exception | None, *, is_on_all_ranks: bool) -> NoReturn:
+def raise_reported(
+    rank: int, report: Any, cause: Exception | None, *, is_on_all_ranks: bool
+) -> NoReturn:
+    """Raise the error that a rank has reported: a configuration error as it is."""
     if isinstance(report, str):
         raise RuntimeError(f"rank {rank} failed: {report}") from cause
     kind, argument, value, text = report

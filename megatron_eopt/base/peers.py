@@ -1,20 +1,29 @@
-"""Tells the other ranks of an error through the process group's store.
+"""Tells the other ranks of an error through the process group's store, without a collective.
 
-A GPU on which a kernel hangs, or that a kernel has broken, joins no collective; the store needs no
-GPU. Ranks call :func:`succeed_together` at the same places, so that they count alike.
+A GPU on which a kernel hangs, or that a kernel has broken, joins no collective. Nor may a rank that
+fails alone while others may be in one. Ranks call the functions here at the same places, so that
+they count alike.
 """
 
 import atexit
 import logging
+import pickle
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 from torch import distributed
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    Store,
+    _get_default_store,
+    _get_default_timeout,
+)
 
-from megatron_eopt.base.agreement import _is_alone
+from megatron_eopt.base.agreement import is_alone, raise_reported, report_of
+from megatron_eopt.base.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +46,22 @@ class Board:
         self._thread: threading.Thread | None = None
 
     def leave(self, error: Exception) -> None:
-        """Tell the other ranks of an error, if their store is still there."""
+        """Tell the other ranks of an error, if it is the first and their store is still there."""
         with suppress(Exception):
-            self._store.set(_FAILED, f"rank {self._rank} failed: {type(error).__name__}: {error}")
+            self._store.compare_set(_FAILED, "", pickle.dumps((self._rank, report_of(error))).hex())
             self._store.set(_ENDED, "")
+
+    def raise_left(self, cause: Exception | None = None) -> None:
+        """Raise the error that a rank has left, if there is one."""
+        if (left := self._left(self._store)) is not None:
+            raise_reported(*left, cause, is_on_all_ranks=True)
 
     def wait(self, seconds: float) -> None:
         """Wait until all ranks are here.
 
         Raises:
-            RuntimeError: If one has left an error, or some do not come in time.
+            ConfigurationError: If one has left this error.
+            RuntimeError: If one has left another error, or some do not come in time.
         """
         self._store.set(str(self._rank), "")
         if self._store.add(_DONE, 1) == self._world:
@@ -57,8 +72,7 @@ class Board:
             late = [rank for rank in range(self._world) if not self._store.check([str(rank)])]
             text = f"ranks {late} have not finished in {seconds:.0f} s what all ranks do"
             raise RuntimeError(text) from error
-        if text := self._left(self._store):
-            raise RuntimeError(text)
+        self.raise_left()
 
     def watch(self) -> None:
         """Log from now on, at any time, what another rank leaves."""
@@ -80,14 +94,52 @@ class Board:
         # the store goes when its process ends
         with suppress(Exception):
             while not self._is_over.wait(_PAUSE):
-                if text := self._left(store):
-                    if not text.startswith(f"rank {self._rank} "):
-                        logger.error("%s. This rank cannot go on without it.", text)
+                if (left := self._left(store)) is not None:
+                    rank, report = left
+                    if rank != self._rank:
+                        said = report if isinstance(report, str) else report[-1]
+                        text = "rank %d failed: %s. This rank cannot go on without it."
+                        logger.error(text, rank, said)
                     return
 
     @staticmethod
-    def _left(store: Store) -> str:
-        return str(store.get(_FAILED), "utf-8") if store.check([_FAILED]) else ""
+    def _left(store: Store) -> tuple[int, Any] | None:
+        """Return the rank that has failed, and the report of its error."""
+        if not store.check([_FAILED]):
+            return None
+        left: tuple[int, Any] = pickle.loads(bytes.fromhex(store.get(_FAILED).decode()))
+        return left
+
+
+def _has_no_peers() -> bool:
+    # of an MPI group, torch knows no store
+    return is_alone() or distributed.get_world_size() == 1 or _get_default_store() is None
+
+
+@contextmanager
+def ending_together() -> Iterator[None]:
+    """End a block on all ranks, or raise on all, though one may have left the ranks' collectives.
+
+    A rank that raises in it does so at once. The others learn of it when they end the block, or
+    when a collective in it fails because that rank has ended.
+
+    Raises:
+        ConfigurationError: If another rank has raised this error.
+        RuntimeError: If one has raised another error, or does neither within torch's time-out.
+    """
+    if _has_no_peers():
+        yield
+        return
+    board = Board()
+    try:
+        yield
+    except Exception as error:
+        board.raise_left(error)
+        board.leave(error)
+        if isinstance(error, ConfigurationError):
+            error.is_on_all_ranks = True
+        raise
+    board.wait(_get_default_timeout(distributed.Backend("gloo")).total_seconds())
 
 
 def succeed_together[T](function: Callable[[], T], seconds: float) -> T:
@@ -104,7 +156,7 @@ def succeed_together[T](function: Callable[[], T], seconds: float) -> T:
     """
     global _board
     # the ranks of a dry run write nothing
-    if _is_alone() or distributed.get_world_size() == 1:
+    if _has_no_peers():
         return function()
     if _board is not None:
         _board.close()

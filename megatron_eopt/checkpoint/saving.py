@@ -13,6 +13,7 @@ from typing import Any
 from megatron.core.msc_utils import MultiStorageClientFeature
 
 from megatron_eopt.base.agreement import from_rank_0
+from megatron_eopt.base.peers import ending_together
 from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint.files import TRACKER
@@ -44,7 +45,7 @@ def replacing_a_folder(original: Function, *values: Any, **kwargs: Any) -> Any:
         require_upstream("maybe_finalize_async_save")(blocking=True)
     save = begin(folder)
     # an error may be on this rank alone, so that no collective may follow
-    with _during(save), collecting_errors() as errors, save.ending_together("trainer"):
+    with _during(save), collecting_errors() as errors, ending_together():
         result = naming_full_disk(folder, lambda: original(*values, **kwargs))
     # a synchronous save; an asynchronous one has registered ``_finish_later``
     if folder not in _later:

@@ -15,14 +15,13 @@ Whoever ends its part asks the store whether all ranks have, or one has failed.
 import errno
 import fcntl
 import inspect
-import itertools
 import logging
 import os
 import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.managers import SyncManager
 from pathlib import Path
@@ -35,10 +34,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_eopt.base.agreement import (
     CheckpointError,
-    ending_together,
     from_rank_0,
     is_rank_0,
 )
+from megatron_eopt.base.peers import ending_together
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint.files import CONFIG, METADATA
 from megatron_eopt.checkpoint.guard.files import (
@@ -56,8 +55,6 @@ _locks: dict[Path, int] = {}
 """Open lock files of this process, by the folder that it saves to."""
 
 _MOST_LINKS = 40  # Linux follows no more
-
-_numbers = itertools.count()
 
 _ALONE = ((filesystem_async.FileSystemWriterAsync, "finish"), (serialization, "save_config"))
 """What only rank 0 does in a save of megatron-core, while others wait in a collective."""
@@ -153,7 +150,6 @@ class Save:
 
     folder: Path
     path: Path  # where to write; files beside it go to the folder above when it is in place
-    number: int = 0  # of this process's saves, the same on all ranks
     afterwards: list[Callable[[], Any]] = field(default_factory=list)  # what to do then
 
     def finish(self, errors: Sequence[BaseException] = ()) -> None:
@@ -172,7 +168,7 @@ class Save:
             write_list(self.path, fingerprints)
 
         try:
-            with self.ending_together("block"):
+            with ending_together():
                 naming_full_disk(self.folder, fail)
             fingerprints = fingerprints_of(self.path)
             from_rank_0(lambda: naming_full_disk(self.folder, complete))
@@ -184,10 +180,6 @@ class Save:
         from_rank_0(lambda: (_release if self.is_in_place else _put_in_place)(self.folder))
         for call in self.afterwards:
             call()
-
-    def ending_together(self, part: str) -> AbstractContextManager[None]:
-        """End a part of the save on all ranks, see :func:`agreement.ending_together`."""
-        return ending_together(f"megatron_eopt/save/{self.number}/{part}")
 
     def finish_after(self, steps: Iterable[Callable[[], Any]]) -> None:
         """Take the last steps of an asynchronous save, then :meth:`finish` it; collective."""
@@ -210,8 +202,7 @@ def begin(folder: str | Path) -> Save:
     """
     folder = absolute(folder)
     # one rank; the others wait, since they write there next
-    path = from_rank_0(lambda: naming_full_disk(folder, lambda: _begin(folder)))
-    return Save(folder, path, next(_numbers))
+    return Save(folder, from_rank_0(lambda: naming_full_disk(folder, lambda: _begin(folder))))
 
 
 def naming_full_disk[T](folder: Path, call: Callable[[], T]) -> T:

@@ -342,7 +342,7 @@ def begin_as_nobody(folder: Path) -> str:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     folder = tmp_path / "run"
     save(folder, OLD)
-    for path in (tmp_path, *tmp_path.parents[:2]):
+    for path in (tmp_path, *tmp_path.parents[:-2]):
         path.chmod(0o777)
     folder.chmod(0o555)
     (message,) = run_ranks(1, begin_as_nobody, folder)
