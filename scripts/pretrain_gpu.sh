@@ -11,8 +11,8 @@ the model's size, --train-data-path, --optimizer, ...
   --out DIR    folder for checkpoints and logs (default: runs/gpu)
   --dry-run    print the command instead of running it
 
-Defaults: 24 layers, hidden size 1024, sequences of 2048 tokens, one learning rate for Muon and AdamW
-(--muon-scale-mode adamw_rms). The data is random unless you pass --data-path, --train-data-path,
+Defaults: 24 layers, hidden size 1024, sequences of 2048 tokens, one learning rate for Muon and AdamW.
+The data is random unless you pass --data-path, --train-data-path,
 --data-args-path or --per-split-data-args-path. Transformer Engine's layers are used if it is
 installed.
 
@@ -79,7 +79,7 @@ training=(
     --bf16 --micro-batch-size 4 --global-batch-size "$((gpus * 32))" --train-iters 5000
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 200
     --weight-decay 0.1 --clip-grad 1.0
-    --optimizer muon --muon-scale-mode adamw_rms --use-distributed-optimizer
+    --optimizer muon --use-distributed-optimizer
     --overlap-grad-reduce --overlap-param-gather
 )
 data=(--mock-data --split 98,1,1 --tokenizer-type NullTokenizer --vocab-size 32000)

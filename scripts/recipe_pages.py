@@ -121,10 +121,16 @@ def numbers(name: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _text(flag: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag} {value}"
+
+
 def flags(group: Mapping[str, Any]) -> str:
     """Return a group's flags as the trainer takes them."""
     pairs = {flag: value for flag, value in group["flags"].items() if flag != "data-parallel-size"}
-    texts = (f"--{flag}" if value is True else f"--{flag} {value}" for flag, value in pairs.items())
+    texts = (_text(flag, value) for flag, value in pairs.items())
     return " ".join(f"`{text}`" for text in texts)
 
 

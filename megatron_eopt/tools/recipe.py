@@ -65,7 +65,11 @@ class Recipe:
         flags = self.flags
         flags |= _read("_small") | self.small if small else self.layout["flags"]
         flags["data-parallel-size"] = None  # follows from the number of processes
-        given = {f"--{flag}": value for flag, value in flags.items() if value is not None}
+        given = {
+            f"--no-{flag}" if value is False else f"--{flag}": value is False or value
+            for flag, value in flags.items()
+            if value is not None
+        }
         pairs = ([flag] if value is True else [flag, str(value)] for flag, value in given.items())
         return [word for pair in pairs for word in pair]
 

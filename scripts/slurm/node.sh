@@ -16,6 +16,11 @@ if [[ ! "$script" -ef scripts/pretrain_gpt.py ]]; then
     program=(-m megatron_eopt.launch "${program[@]}")
 fi
 [[ "${SLURM_PROCID:-0}" -ne 0 ]] || echo "training program: ${program[*]}"
+# a --load of yours is for the first start: after a requeue the run goes on from its own checkpoint
+own=()
+if [[ -f "$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt" ]]; then
+    own=(--load "$RUN_DIR/checkpoints")
+fi
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
@@ -40,7 +45,7 @@ stop_ranks() {
         --save "$RUN_DIR/checkpoints" --load "$RUN_DIR/checkpoints" --save-interval 500 \
         --tensorboard-dir "$RUN_DIR/tensorboard" \
         --ckpt-format torch_dist --exit-signal-handler \
-        "$@"
+        "$@" "${own[@]}"
 ) &
 launcher=$!
 trap stop_ranks USR1 TERM

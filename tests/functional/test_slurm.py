@@ -164,6 +164,18 @@ def test_a_script_of_others_trains_as_through_the_launcher(environment, tmp_path
     assert losses(job.log) == losses("".join(outputs)) != []
 
 
+def test_a_load_of_another_run_is_for_the_first_start(environment, undisturbed, tmp_path):
+    other = str(undisturbed.folder / "run" / "checkpoints")
+    flags = [*FLAGS, "--train-iters", str(2 * STEPS), "--load", other]
+    flags += ["--override-opt-param-scheduler"]
+    job = submit(environment, tmp_path / "job", flags)
+    job.reach(STEPS + 5)
+    slurm(environment, "scancel", "--signal=USR1", job.number)
+    job.go_on()
+    assert job.end() == "COMPLETED", job.log[-3000:]
+    assert job.steps == list(range(STEPS + 1, 2 * STEPS + 1)), "no step was done again"
+
+
 def test_a_script_that_fails_is_not_queued_again(environment, tmp_path):
     job = submit(environment, tmp_path / "job", SCRIPT=str(tmp_path / "no such script.py"))
     assert job.end() == "FAILED"
