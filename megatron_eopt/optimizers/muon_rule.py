@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.agreement import is_rank_0
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.passes import empty_sums, momentum_update_, update_
@@ -128,6 +129,20 @@ class MuonRule(UpdateRule):
     def _device_of_counts(self) -> torch.device:
         # update rules that read them on the host keep them there, to avoid a synchronization
         return self.exchange.device if self.fuses_grad_scale else torch.device("cpu")
+
+    def refuse_unsaved(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Raise a ConfigurationError for state of a subclass that checkpoints would not have."""
+        listed = {STEP, *(one.path[0] for one in self.unsharded_state(groups, state))}
+        for _, param, number in self.numbered(groups):
+            for kind, value in self.saved_form(number, state[param]).items():
+                fits = isinstance(value, Tensor) and value.shape == param.shape
+                if kind not in listed and not fits:
+                    rule = f"is state of {type(self).__name__} that Megatron's checkpoints lose"
+                    hint = (
+                        "State is a tensor of the parameter's shape, or a count with the name "
+                        f"{STEP!r}; rows have those of NorMuonRule"
+                    )
+                    raise ConfigurationError(f"item.state[{kind!r}]", value, rule, hint)
 
     def allocate_for_load(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create all state that is about to be loaded, in the form that checkpoints have."""

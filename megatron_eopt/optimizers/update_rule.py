@@ -194,6 +194,9 @@ class UpdateRule:
     def pack(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Convert loaded state to the form that :meth:`init` creates; collective."""
 
+    def refuse_unsaved(self, groups: Sequence[ParamGroup], state: State) -> None:
+        """Raise a ConfigurationError for state that Megatron's checkpoints would not have."""
+
     def counting(self, groups: Sequence[ParamGroup], state: State) -> Iterator[dict[str, Any]]:
         """Yield the dictionaries (states or groups) that hold step counters."""
         for _, param, _ in self.numbered(groups):

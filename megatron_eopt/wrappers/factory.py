@@ -147,6 +147,7 @@ def get_megatron_optimizer(
     chains = (chain for build in reversed(BUILDERS) if (chain := build(context)) is not None)
     # all ranks raise together, even if only one pipeline stage has an error
     optimizer = raise_together(lambda: next(chains))
+    raise_together(lambda: _refuse_unsaved(optimizer))
     groups = (getattr(context.collection, name, None) for name in _OF_PARTS)
     is_cut = any(get_pg_size(group) > 1 for group in groups)
     log_differences(settings, context.arguments, is_cut=is_cut)
@@ -250,6 +251,13 @@ for _builder in (
     build_units,
 ):
     register_storage(_builder)
+
+
+def _refuse_unsaved(chain: OptimizerChain) -> None:
+    for storage in chain.chained_optimizers:
+        for item in storage.assigned:
+            with item.groups_and_state() as (groups, state):
+                item.rule.refuse_unsaved(groups, state)
 
 
 def log_differences(

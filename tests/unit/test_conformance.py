@@ -1,14 +1,26 @@
 """The public conformance test: our optimizers and storages pass it, and faulty ones fail."""
 
+import copy
 import logging
+from typing import Any
 
 import pytest
+import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from megatron_eopt import TensorParallelMuon
+from megatron_eopt import (
+    ConfigurationError,
+    EmergingOptimizerConfig,
+    TensorParallelMuon,
+    get_megatron_optimizer,
+)
+from megatron_eopt.config.registry import registered
 from megatron_eopt.extending import EmergingOptimizerEntry, MuonRule
+from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.testing import conformance
-from tests.harness.models import wrap_ddp, wrap_fsdp2
+from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import tiny_gpt, wrap_ddp, wrap_fsdp2
 
 OPTIMIZERS = {
     "muon": ("muon", {}),
@@ -53,6 +65,47 @@ class CountingRule(MuonRule):
 
 class CountingMuon(TensorParallelMuon):
     update_rule_class = CountingRule
+
+
+class LosingRule(MuonRule):
+    """Keeps state that no checkpoint of Megatron has."""
+
+    kept: Any = 0
+
+    def init(self, groups, state):
+        super().init(groups, state)
+        for _, param, _ in self.numbered(groups):
+            state[param].setdefault("mine", copy.copy(self.kept))
+
+
+class LosingMuon(TensorParallelMuon):
+    update_rule_class = LosingRule
+
+
+@pytest.mark.parametrize("kept", [0, torch.tensor(0.0), torch.zeros(1)], ids=repr)
+def test_state_that_checkpoints_would_lose_is_refused_at_the_build(kept, monkeypatch):
+    monkeypatch.setattr(LosingRule, "kept", kept)
+    entry = EmergingOptimizerEntry(LosingMuon, state_layout="matrix_update", prefixes=("muon",))
+    model = torch.nn.Linear(4, 4, bias=False)
+    with registered("losing", entry):
+        config = EmergingOptimizerConfig(optimizer="losing", lr=0.1)
+        # an own loop saves all of it
+        assert "mine" in build_optimizer(model, config).state_dict()["state"][0]
+        (message,) = run_ranks(1, refusal, entry, kept)
+    assert message.startswith("item.state['mine']=")
+    assert "LosingRule that Megatron's checkpoints lose" in message
+
+
+def refusal(entry, kept):
+    LosingRule.kept = kept
+    initialize_megatron()
+    config, chunk = (
+        EmergingOptimizerConfig(optimizer="losing", lr=0.1),
+        wrap_ddp(tiny_gpt(layers=1)),
+    )
+    with registered("losing", entry), pytest.raises(ConfigurationError) as caught:
+        get_megatron_optimizer(config, [chunk])
+    return str(caught.value)
 
 
 def test_the_cause_comes_first():
