@@ -44,6 +44,12 @@ def no_resources(*_: Any, **__: Any) -> None:
     raise OutOfResources(300_000, 232_448, "shared memory")
 
 
+@pytest.fixture(autouse=True)
+def _only_warnings(caplog):
+    # a table that another test has asked for turns INFO on for the process
+    caplog.set_level(logging.WARNING, "megatron_eopt")
+
+
 @pytest.mark.parametrize("module", FAMILIES)
 def test_a_launch_that_raises_leaves_its_family_to_torch_after_one_warning(module, caplog):
     launchers = ("launch", "launch_sums", "launch_division")
@@ -386,7 +392,8 @@ def trained(changed_on: int | None, changed: dict[str, Path]) -> tuple[Any, ...]
         steps(CASE, chunk, optimizer, 0, 2)
         runs = {name: family.runs(X) for name, family in FAMILIES.items()}
     found = {name: value.clone() for name, (_, value) in weights(CASE.run, chunk).items()}
-    return runs, [line for line in lines if "GPU kernels" in line], found
+    told = [line for line in lines if "GPU kernels" in line and "checking" not in line]
+    return runs, told, found
 
 
 @pytest.mark.parametrize("changed_on", [None, 0, 1])

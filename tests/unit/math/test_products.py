@@ -289,5 +289,6 @@ def test_quack_computes_what_it_supports(monkeypatch, caplog, capability, hip, r
         assert not multiplied(left[:60, :], add[:60, :60].contiguous())
         assert not multiplied(left[:, :-1].contiguous(), add)
         assert not multiplied(left, memory[1:-7].view(64, 64).copy_(add))
-    failed = ["symmetric products in quack" in line for line in caplog.messages]
+    said = [line for line in caplog.messages if not line.startswith("checking")]
+    failed = ["symmetric products in quack" in line for line in said]
     assert failed == [True] * (result is torch.tril)
