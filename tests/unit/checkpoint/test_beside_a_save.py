@@ -256,6 +256,19 @@ def write_half(folder: Path) -> None:
     (folder / "__0_0.distcp").unlink()
 
 
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_kill_between_two_files_on_a_mount_point(tmp_path, is_listed):
+    folder, other = tmp_path / "run", tmp_path / "other"
+    (save if is_listed else write)(folder, OLD, files=2)
+    write(other, NEW, files=2)
+    with mounted(folder):
+        begin(folder)
+    saves._locks.clear()  # the process has ended
+    (other / "__0_0.distcp").replace(folder / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="is no complete checkpoint"):
+        checkpoints.checked(folder)
+
+
 def second(folder: Path) -> str:
     with mounted(folder):
         try:
