@@ -11,7 +11,7 @@ from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.tools.plan.cost import bytes_sent
 from megatron_eopt.tools.plan.machine import MACHINES
 from megatron_eopt.tools.plan.planning import plan
-from megatron_eopt.tools.recipe import NAMES, Recipe, recipe
+from megatron_eopt.tools.recipe import NAMES, Recipe, recipe, words_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "recipes.md"
 FILES = "../../megatron_eopt/tools/recipes"
@@ -121,16 +121,10 @@ def numbers(name: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _text(flag: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"--{flag}" if value else f"--no-{flag}"
-    return f"--{flag} {value}"
-
-
 def flags(group: Mapping[str, Any]) -> str:
     """Return a group's flags as the trainer takes them."""
     pairs = {flag: value for flag, value in group["flags"].items() if flag != "data-parallel-size"}
-    texts = (_text(flag, value) for flag, value in pairs.items())
+    texts = (" ".join(words_of(flag, value)) for flag, value in pairs.items())
     return " ".join(f"`{text}`" for text in texts)
 
 

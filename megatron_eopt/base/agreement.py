@@ -73,8 +73,8 @@ def unconnected_processes() -> int:
     # accelerate connects processes on CPUs, but uses that only if it was told to use CPUs
     state = sys.modules.get("accelerate.state")
     shared = {} if state is None else state.PartialState._shared_state
-    is_alone = not distributed.is_initialized() or shared.get("num_processes") == 1
-    return processes if processes > 1 and is_alone else 0
+    unconnected = not distributed.is_initialized() or shared.get("num_processes") == 1
+    return processes if processes > 1 and unconnected else 0
 
 
 def is_rank_0() -> bool:

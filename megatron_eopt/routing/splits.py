@@ -177,13 +177,13 @@ def _split_of(weight: HeldParameter, which: Collection[SplitT], unknown: list[st
     if declared is None and inputs_come_first is None and weight.is_stack and not grouped:
         return _fitted(weight, lambda shape: replace(whole(shape), kind=NO_ORDER))
     if is_convolution:
-        return _fitted(weight, _turned(_in_groups) if first else _in_groups)
+        return _fitted(weight, _turned(_of_convolution) if first else _of_convolution)
     if first or ((declared or grouped) and weight.dims != 2):
         return _fitted(weight, _turned(whole) if first else whole)
     return None
 
 
-def _in_groups(shape: tuple[int, ...]) -> Split:
+def _of_convolution(shape: tuple[int, ...]) -> Split:
     """Return the split of a convolution, whose groups are a matrix each."""
     split = whole(shape)
     return replace(split, kind="groups") if len(shape) == 3 else split

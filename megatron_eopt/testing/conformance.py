@@ -173,9 +173,6 @@ def check(
     inform(logger, f"{name} trains on two ranks as on one, also when resumed:\n  {cases_of}")
 
 
-# What a rank does
-
-
 _CAUSES = (
     (
         lambda line: "skipped, because" in line,

@@ -65,13 +65,8 @@ class Recipe:
         flags = self.flags
         flags |= _read("_small") | self.small if small else self.layout["flags"]
         flags["data-parallel-size"] = None  # follows from the number of processes
-        given = {
-            f"--no-{flag}" if value is False else f"--{flag}": value is False or value
-            for flag, value in flags.items()
-            if value is not None
-        }
-        pairs = ([flag] if value is True else [flag, str(value)] for flag, value in given.items())
-        return [word for pair in pairs for word in pair]
+        given = (words_of(flag, value) for flag, value in flags.items() if value is not None)
+        return [word for words in given for word in words]
 
     def architecture(self, **changes: Any) -> Architecture:
         """Return the model; ``changes`` replace flags, by Megatron's names with underscores."""
@@ -93,6 +88,13 @@ def recipe(name: str) -> Recipe:
         lists = {key: base[key] + content.get(key, []) for key in ("published", "ours")}
         content = base | content | lists
     return Recipe(**content)
+
+
+def words_of(flag: str, value: Any) -> list[str]:
+    """Return the words of one flag on a command line; False turns a flag off."""
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", str(value)]
 
 
 def name_of(text: str) -> str:

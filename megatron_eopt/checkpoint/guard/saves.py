@@ -32,11 +32,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import multiprocessing
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_eopt.base.agreement import (
-    CheckpointError,
-    from_rank_0,
-    is_rank_0,
-)
+from megatron_eopt.base.agreement import CheckpointError, from_rank_0, is_rank_0
 from megatron_eopt.base.peers import ending_together
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint.files import CONFIG, METADATA
