@@ -44,7 +44,8 @@ OUTSIDE = {
         "functional/test_commands.py functional/test_compare_optimizers.py"
         " functional/test_head_to_head.py functional/test_launch.py"
         " functional/test_launchers.py functional/test_quickstart.py"
-        " functional/test_slurm.py unit/scripts/test_prepare_corpus.py"
+        " functional/test_slurm.py unit/scripts/test_mutation.py"
+        " unit/scripts/test_prepare_corpus.py"
         " unit/scripts/test_quickstart.py",
     ),
     "trainers": (

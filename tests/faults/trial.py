@@ -9,18 +9,22 @@ Nothing is changed here. The result is a Markdown table, also written to ``--wri
 """
 
 import argparse
+import contextlib
+import functools
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import cache_from_source
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from tests.faults import ROOT, Fault, faults
 
@@ -60,13 +64,41 @@ def copy_of_repository(folder: Path) -> Path:
     return folder
 
 
-def tried(fault: Fault, folder: Path, timeout: float) -> Outcome:
-    """Run the tests of a fault in a copy of the repository that has it."""
-    file = folder / fault.file
-    before, start = file.read_text(), time.monotonic()
-    file.write_text(fault.applied(before))
+class Changed(Protocol):
+    """A change of one file."""
+
+    @property
+    def file(self) -> str: ...
+
+    def applied(self, text: str) -> str: ...
+
+
+@contextlib.contextmanager
+def put_in(change: Changed, folder: Path) -> Iterator[None]:
+    """Have a change in a copy of the repository."""
+    file = folder / change.file
+    before = file.read_text()
+    file.write_text(change.applied(before))
+    try:
+        yield
+    finally:
+        file.write_text(before)
+        # Python would take it for that of the next change if both files are of the same second
+        Path(cache_from_source(str(file))).unlink(missing_ok=True)
+
+
+class Ended(NamedTuple):
+    """How pytest ended."""
+
+    code: int | None  # None if it was stopped because it took too long
+    first: str = ""  # the first test that failed
+    output: str = ""
+
+
+def run_tests(tests: Sequence[str], folder: Path, timeout: float) -> Ended:
+    """Run tests of the everyday tier in a copy of the repository until one fails."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += ["-m", "not long", *fault.tests]  # the tests of every change
+    command += ["-m", "not long", *tests]
     try:
         done = subprocess.run(
             command,
@@ -77,16 +109,39 @@ def tried(fault: Fault, folder: Path, timeout: float) -> Outcome:
             timeout=timeout,
             check=False,
         )
-        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        by = failed[0].split(" ")[1].rpartition("/")[2] if failed else ""
-        verdict = {0: UNNOTICED, 1: NOTICED}.get(done.returncode, BROKEN)
     except subprocess.TimeoutExpired:
-        verdict, by = HANGS, ""
-    finally:
-        file.write_text(before)
-        # Python would take it for that of the next fault if both files are of the same second
-        Path(cache_from_source(str(file))).unlink(missing_ok=True)
+        return Ended(None)
+    summary = done.stdout.rpartition("short test summary info")[2]
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", summary, re.M)
+    return Ended(done.returncode, failed[1] if failed else "", done.stdout + done.stderr)
+
+
+def tried(fault: Fault, folder: Path, timeout: float) -> Outcome:
+    """Run the tests of a fault in a copy of the repository that has it."""
+    start = time.monotonic()
+    with put_in(fault, folder):
+        ended = run_tests(fault.tests, folder, timeout)
+    verdict = {0: UNNOTICED, 1: NOTICED, None: HANGS}.get(ended.code, BROKEN)
+    file, colons, test = ended.first.partition("::")
+    by = f"{Path(file).name}{colons}{test}"
     return Outcome(fault, verdict, by, time.monotonic() - start)
+
+
+def in_copies[T, R](function: Callable[[T, Path], R], items: Iterable[T], jobs: int) -> Iterator[R]:
+    """Call ``function(item, copy of the repository)`` for some items at a time, in order."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        copies: queue.Queue[Path] = queue.Queue()
+        for number in range(jobs):
+            copies.put(copy_of_repository(Path(folder, str(number))))
+
+        def call(item: T) -> R:
+            copy = copies.get()
+            try:
+                return function(item, copy)
+            finally:
+                copies.put(copy)
+
+        yield from pool.map(call, items)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,27 +174,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         and given.match in f"{fault.file} {fault.why}"
         and any(test.startswith(tuple(given.tests)) for test in fault.tests)
     ]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
-        copies: queue.Queue[Path] = queue.Queue()
-        for number in range(given.jobs):
-            copies.put(copy_of_repository(Path(folder, str(number))))
-
-        def run(fault: Fault) -> Outcome:
-            copy = copies.get()
-            try:
-                return tried(fault, copy, given.timeout)
-            finally:
-                copies.put(copy)
-
-        lines = [
-            "| room | file | what goes wrong | verdict | by | s |",
-            "|---|---|---|---|---|---|",
-        ]
-        print("\n".join(lines), flush=True)
-        outcomes = []
-        for outcome in pool.map(run, chosen):
-            outcomes.append(outcome)
-            print(outcome.row, flush=True)
+    lines = [
+        "| room | file | what goes wrong | verdict | by | s |",
+        "|---|---|---|---|---|---|",
+    ]
+    print("\n".join(lines), flush=True)
+    outcomes = []
+    trial = functools.partial(tried, timeout=given.timeout)
+    for outcome in in_copies(trial, chosen, given.jobs):
+        outcomes.append(outcome)
+        print(outcome.row, flush=True)
     noticed = sum(outcome.verdict in (NOTICED, HANGS) for outcome in outcomes)
     total = f"{noticed} of {len(outcomes)} faults were noticed."
     print(f"\n{total}")
