@@ -107,6 +107,9 @@ class ElementWiseRule(UpdateRule):
 
     def init(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Create the state of every tensor, each with its own step counter."""
+        if not self.shards:
+            # Muon's own method would wait for ranks that have parameters, and call another rule
+            return
         # a torch optimizer steps its own groups and state; here it gets the storage's
         with bound(self._optimizer, groups, state) as optimizer:
             if self._init_state_fn is not None:
@@ -137,6 +140,8 @@ class ElementWiseRule(UpdateRule):
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters; off-loaded ones chunk by chunk."""
+        if not self.shards:
+            return
         if self.host is not None:
             self._step_in_chunks(self.host, groups, state)
         else:

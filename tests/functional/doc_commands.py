@@ -50,7 +50,7 @@ RULES = (
     ),
     Rule(r"megatron-eopt .*", "parse", "tests/unit/test_command.py runs smaller ones"),
     Rule(r"python -m tests\.functional\.record .*", "help", "it would record new values"),
-    Rule(r"python -m tests\.faults .*", "help", "it would run tests for minutes"),
+    Rule(r"python -m tests\.faults(\.seeds)? .*", "help", "it would run tests for minutes"),
     Rule(r"python -m scripts\.mutation .*", "help", "it would run tests for an hour"),
     Rule(r"\./scripts/pretrain_gpu\.sh .*(--help|--dry-run)\b.*", "run"),
     Rule(r"\./scripts/pretrain_gpu\.sh .*", "help", "there is no GPU"),

@@ -1,0 +1,1 @@
+"""Small trainings at random layouts, judged by one process in float64."""
