@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks import checkpoints, compiled, host_time, many_matrices, wire
+from benchmarks import checkpoints, compiled, host_time, many_matrices, own_loop, wire
 from benchmarks.about import table
 from benchmarks.machine import commit
 from benchmarks.optimizer_step import measure
@@ -225,6 +225,17 @@ sizes. Qwen3 has its 48 layers of 128 experts, in 3-D weights. On {many}.
 
 {many_matrices}
 
+## An own loop
+
+`python -m benchmarks.own_loop --json FILE --before PATH` measures what an optimizer costs beside
+`import torch` and a model's first backward pass, after its build and first step: resident memory
+and CPU seconds of a process, imports included (medians). "Before" is commit {own_loop_before}. On
+{own_loop}.
+
+{own_loop_table}
+
+torch's own optimizers import its compiler, to turn it off for some of their methods.
+
 ## What the host of a step takes
 
 `python -m benchmarks.host_time --json FILE` measures CPU milliseconds of a step on one rank, apart
@@ -245,7 +256,7 @@ def page() -> str:
     gpu, counted, built = read("gpu_check"), read("counted"), read("compiled")
     over_wire, compared, saved = read("wire"), read("compare_optimizers"), read("checkpoints")
     steps, state_dicts = read("optimizer_step"), read("state_dicts")
-    many, host = read("many_matrices"), read("host_time")
+    many, host, own = read("many_matrices"), read("host_time"), read("own_loop")
     sections = gpu["sections"]
     times, sent = sections["step"]["figures"]["milliseconds"], over_wire["steps"]
     memory = sections["memory"]["figures"]
@@ -285,6 +296,9 @@ def page() -> str:
         state_dict_table=of_state_dicts(state_dicts["arms"]),
         many=machine(many),
         many_matrices=many_matrices.shown(many),
+        own_loop=machine(own),
+        own_loop_before=own["before"],
+        own_loop_table=own_loop.shown(own["own_loop"]),
         host=machine(host),
         host_time=host_time.shown(host["milliseconds"]),
     )

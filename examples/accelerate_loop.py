@@ -13,13 +13,12 @@ import transformers
 from accelerate import Accelerator
 from torch.optim.lr_scheduler import LambdaLR
 
-from megatron_eopt import EmergingOptimizerConfig
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt import TorchOptimizerConfig, build_optimizer
 
 
 def prepare(accelerator, model, loader):
     """Return the sharded model, its optimizer, a scheduler and the data loader."""
-    config = EmergingOptimizerConfig(
+    config = TorchOptimizerConfig(
         optimizer="muon",
         lr=1e-3,  # as for AdamW
         weight_decay=0.1,

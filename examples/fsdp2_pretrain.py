@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-from megatron_eopt import checkpoints, load_optimizer_config
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt import build_optimizer, checkpoints, load_optimizer_config
 
 VOCABULARY = 257
 END_OF_FILE = 256

@@ -13,8 +13,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
-from megatron_eopt import EmergingOptimizerConfig
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt import TorchOptimizerConfig, build_optimizer
 
 
 class WithMuon(lightning.LightningModule):
@@ -30,7 +29,7 @@ class WithMuon(lightning.LightningModule):
 
     def configure_optimizers(self):
         """Build the optimizer; Lightning calls this after ``configure_model``."""
-        config = EmergingOptimizerConfig(optimizer="muon", lr=1e-3, weight_decay=0.1)
+        config = TorchOptimizerConfig(optimizer="muon", lr=1e-3, weight_decay=0.1)
         optimizer = build_optimizer(self, config)
         warm_up = LambdaLR(optimizer, lambda step: min(1, (step + 1) / 4))
         return [optimizer], [{"scheduler": warm_up, "interval": "step"}]

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 
-from megatron_eopt import load_optimizer_config
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt import build_optimizer, load_optimizer_config
 
 
 class MuonOptimizers(OptimizersContainer):

@@ -11,11 +11,11 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.fields import changed_fields, field_defaults
 from megatron_eopt.config.registry import Overrides
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.config.values import read_config
+from megatron_eopt.wrappers.config import EmergingOptimizerConfig, check_config
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class BridgeOptimizerConfig(EmergingOptimizerConfig):
         Raises:
             ConfigurationTypeError: If ``config`` is not an ``OptimizerConfig``.
         """
+        check_config(config)
         config = read_config(config)
         ours, is_ours = field_defaults(cls()), isinstance(config, EmergingOptimizerConfig)
         usual = {} if is_ours else field_defaults(OptimizerConfig())

@@ -1,82 +1,25 @@
 """Save checkpoints so that none is lost or mixed, and load them at any parallel layout.
 
-All files are checked before a load.
+All files are checked before a load. :func:`checked` and :func:`replacing` are for any training
+loop; ``save`` and ``load`` replace megatron-core's functions of these names, and need it.
 """
 
-from functools import partial
-from pathlib import Path
+import importlib
 from typing import Any
 
 from megatron_eopt.base.quiet import importing_quietly
 
 with importing_quietly():
-    from megatron.core.dist_checkpointing import serialization
+    from megatron_eopt.base.agreement import CheckpointError
+    from megatron_eopt.guard.reads import checked
+    from megatron_eopt.guard.saves import replacing
 
-    from megatron_eopt.base.agreement import CheckpointError, from_rank_0
-    from megatron_eopt.checkpoint.guard.reads import checked
-    from megatron_eopt.checkpoint.guard.saves import (
-        absolute,
-        begin,
-        collecting_errors,
-        replacing,
-        whole,
-    )
-    from megatron_eopt.checkpoint.matching import match
-
-__all__ = ["CheckpointError", "checked", "load", "replacing", "save"]
+__all__ = ["CheckpointError", "checked", "load", "replacing", "save"]  # noqa: F822  the last two late
 
 
-def save(sharded_state_dict: dict[str, Any], folder: str | Path, **kwargs: Any) -> Any:
-    """Save a checkpoint; replaces ``dist_checkpointing.save``, with the same arguments.
-
-    It replaces what the folder has when all is written, as :func:`replacing` does.
-
-    Returns:
-        None, or the request of an asynchronous save.
-
-    Raises:
-        CheckpointError: If the folder does not exist, its disk is full, or another run saves to it.
-    """
-    from_rank_0(lambda: _check_exists(absolute(folder)))
-    if not kwargs.get("async_sharded_save"):
-        with replacing(folder) as path:
-            serialization.save(sharded_state_dict, str(path), **kwargs)
-        return None
-    unfinished = begin(folder)
-    with collecting_errors():
-        request = serialization.save(sharded_state_dict, str(unfinished.path), **kwargs)
-    request.finalize_fns[:] = [partial(unfinished.finish_after, list(request.finalize_fns))]
-    return request
-
-
-def _check_exists(folder: Path) -> None:
-    if not whole(folder).is_dir():
-        raise CheckpointError("save", str(folder), "does not exist", "Create this folder first")
-
-
-def load(sharded_state_dict: dict[str, Any], folder: str | Path, **kwargs: Any) -> Any:
-    """Load a checkpoint; replaces ``dist_checkpointing.load``.
-
-    Optimizer state is first matched with the checkpoint: it continues if the same optimizer wrote
-    it, and starts fresh if another one did. All ranks must call this together, and errors are
-    raised on every rank before any state is read.
-
-    Args:
-        sharded_state_dict: What to load. For the optimizer, pass the result of its
-            ``sharded_state_dict(model_state, is_loading=True)``. It is changed in place.
-        folder: Folder of one iteration, in the format ``torch_dist``.
-        kwargs: Other arguments of ``dist_checkpointing.load``.
-
-    Returns:
-        What ``dist_checkpointing.load`` returns: the state dict to pass to ``load_state_dict``.
-
-    Raises:
-        CheckpointError: If a file of the checkpoint is missing, damaged or of another save, or if
-            another save has replaced it meanwhile.
-        ConfigurationError: If state is missing, is of an unknown optimizer, or would start fresh in
-            an optimizer that has stepped.
-    """
-    with checked(folder) as place:
-        # before the load, which fails for a key that the checkpoint lacks
-        match(sharded_state_dict, place)
-        return serialization.load(sharded_state_dict, str(place), **kwargs)
+def __getattr__(name: str) -> Any:
+    if name not in ("load", "save"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with importing_quietly():
+        module = importlib.import_module("megatron_eopt.checkpoint.whole_saves")
+    return getattr(module, name)

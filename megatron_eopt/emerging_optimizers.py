@@ -20,6 +20,7 @@ from megatron_eopt.math import coefficient_names
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.wrappers.factory import as_megatron_cores
 
 __all__ = [
     "_EMERGING_OPTIMIZERS",
@@ -54,7 +55,10 @@ def validate_coefficient_type(coefficient_type: str) -> None:
     check_choice("coefficient_type", coefficient_type, coefficient_names())
 
 
-_default_param_overrides_factory = registry.default_param_overrides
+def _default_param_overrides_factory() -> Any:
+    return as_megatron_cores(registry.default_param_overrides())
+
+
 _eopt_init_state_fn = registry.init_state
 _is_nonlinear_or_embedding = registry.is_nonlinear_or_embedding
 _get_qkv_split_shapes = qkv_split_shapes
@@ -73,7 +77,9 @@ def _create_emerging_optimizer(
 ) -> tuple[torch.optim.Optimizer, Any]:
     entry = registry.entry_of(eopt_name)
     kwargs = entry_kwargs(eopt_name, config, model_chunks, pg_collection)
-    found = set_arguments(entry.optimizer_cls, registry.prefixes_of(eopt_name), config)
+    found = set_arguments(
+        registry.arguments_cls_of(eopt_name), registry.prefixes_of(eopt_name), config
+    )
     # nobody has resolved this configuration, and checked its values
     fields = {argument: field for argument, (field, _) in found.items()}
     check_arguments(eopt_name, kwargs, fields)
@@ -84,7 +90,5 @@ def _create_emerging_optimizer(
 def _default_adam_based_eopt_config_to_kwargs(
     eopt_name: str, config: Any, model_chunks: Sequence[Any], pg_collection: Any
 ) -> dict[str, Any]:
-    entry = registry.entry_of(eopt_name)
-    return emerging_kwargs(
-        entry.optimizer_cls, registry.prefixes_of(eopt_name), config, pg_collection
-    )
+    cls, prefixes = registry.arguments_cls_of(eopt_name), registry.prefixes_of(eopt_name)
+    return emerging_kwargs(cls, prefixes, config, pg_collection)

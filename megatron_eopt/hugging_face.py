@@ -16,7 +16,6 @@ with importing_quietly():
     import torch
     import transformers
     from accelerate.utils.constants import OPTIMIZER_NAME  # type: ignore[import-untyped]
-    from megatron.core.optimizer.optimizer_config import OptimizerConfig
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict import (
         get_optimizer_state_dict,
@@ -27,11 +26,11 @@ with importing_quietly():
 
     from megatron_eopt.base.agreement import unconnected_processes
     from megatron_eopt.base.errors import ConfigurationError, refuse_deepspeed
-    from megatron_eopt.checkpoint.groups import PARAM_NAMES, is_identified
-    from megatron_eopt.config.config import EmergingOptimizerConfig
+    from megatron_eopt.config.config import TorchOptimizerConfig
     from megatron_eopt.config.registry import Overrides
     from megatron_eopt.fsdp2 import build_optimizer
     from megatron_eopt.routing.groups import GROUP_ID
+    from megatron_eopt.state.groups import PARAM_NAMES, is_identified
 
 
 class MuonTrainer(transformers.Trainer):
@@ -53,7 +52,7 @@ class MuonTrainer(transformers.Trainer):
     def __init__(
         self,
         *args: Any,
-        optimizer_config: OptimizerConfig | None = None,
+        optimizer_config: TorchOptimizerConfig | None = None,
         config_overrides: Overrides | None = None,
         print_optimizer_routing: bool = False,
         **kwargs: Any,
@@ -64,7 +63,7 @@ class MuonTrainer(transformers.Trainer):
             rule = "processes were started that are not connected: each would train its own model"
             hint = "On CPUs, pass use_cpu=True to TrainingArguments"
             raise ConfigurationError("WORLD_SIZE", processes, rule, hint)
-        config = optimizer_config or EmergingOptimizerConfig(
+        config = optimizer_config or TorchOptimizerConfig(
             optimizer="muon",
             lr=self.args.learning_rate,
             weight_decay=self.args.weight_decay,

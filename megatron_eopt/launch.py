@@ -12,6 +12,7 @@ MEGATRON_EOPT_TRACEBACK=1 adds where it was found.
 """
 
 import argparse
+import importlib
 import importlib.util
 import os
 import sys
@@ -27,6 +28,10 @@ _PROGRAM = "python -m megatron_eopt.launch"
 
 _TARGET = "MEGATRON_EOPT_LAUNCHED"
 """Environment variable that names the program for child processes: script:PATH or module:NAME."""
+
+
+_STAND_IN = "megatron_eopt.cpu"
+"""What acts as a GPU where there is none."""
 
 
 class _MainSpec(ModuleSpec):
@@ -86,9 +91,10 @@ def _prepare(target: str) -> _Program:
     ignore_useless_warnings()
     report_errors_once()
     # imported late, because the module path decides which Megatron these find
-    from megatron_eopt import cpu, megatron_lm
+    from megatron_eopt import megatron_lm
 
-    cpu.enable_if_chosen()
+    if importlib.util.find_spec(_STAND_IN) is not None:
+        importlib.import_module(_STAND_IN).enable_if_chosen()
     megatron_lm.install()
     kind, _, name = target.partition(":")
     if kind == "module":

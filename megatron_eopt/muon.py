@@ -3,7 +3,7 @@
 import warnings
 from typing import Any
 
-from megatron_eopt.config.config import as_muon
+from megatron_eopt.wrappers.config import as_muon
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 
 __all__ = ["get_megatron_muon_optimizer"]

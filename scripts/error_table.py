@@ -21,19 +21,23 @@ error](../how_to/troubleshooting.md) explains frequent ones. Not listed are valu
 unknown names, whose errors say the bounds or the nearest names.
 """
 AREAS = {
-    "Flags and settings": ("arguments/", "config/"),
+    "Flags and settings": ("arguments/", "config/", "wrappers/config"),
     "Megatron's trainer": ("megatron_lm/",),
     "torch FSDP2 and Megatron-FSDP": (
-        *("wrappers/dtensors.py", "wrappers/fsdp2.py", "wrappers/megatron_fsdp.py"),
-        "layouts/dtensor.py",
+        *("fsdp2/dtensors.py", "fsdp2/build.py", "wrappers/megatron_fsdp.py"),
+        *("layouts/dtensor.py", "contrib/megatron_fsdp_v2.py", "contrib/units.py"),
     ),
     "Parameters, overrides and splits": ("routing/", "matrices/"),
     "Building and stepping the optimizer": (
         *("wrappers/", "optimizers/", "storage/", "layouts/", "base/place.py"),
+        *("megatron_core/", "contrib/"),
     ),
     "Orthogonalization and its kernels": ("math/",),
     "QK-clip": ("qk_clip/",),
-    "Checkpoints": ("checkpoint/", "checkpoints.py", "tools/explain.py"),
+    "Checkpoints": (
+        *("checkpoint/", "checkpoints.py", "state/", "guard/", "fsdp2/optimizer.py"),
+        "tools/explain.py",
+    ),
     "Running on a CPU": ("cpu/",),
     "The command megatron-eopt": ("tools/",),
 }

@@ -12,13 +12,12 @@ import torch
 import yaml
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt import EmergingOptimizerConfig, TorchOptimizerConfig
 from megatron_eopt.arguments import add_arguments
 from megatron_eopt.arguments.flags import groups
-from megatron_eopt.config.config import default_values
 from megatron_eopt.config.fields import field_docs, field_types
 from megatron_eopt.math.coefficients import CoefficientsLike, coefficient_names
-from megatron_eopt.math.orthogonalize import SCALE_MODES
+from megatron_eopt.wrappers.config import all_default_values
 
 MEANINGS = Path(__file__).resolve().parents[1] / "docs" / "reference" / "megatron_fields.yaml"
 HEAD = """\
@@ -58,13 +57,7 @@ class Settings:
 
         self.types = field_types(EmergingOptimizerConfig)
         self.meanings: dict[str, str] = yaml.safe_load(MEANINGS.read_text())
-        modes = (f"`{mode}` {text}" for mode, (text, _) in SCALE_MODES.items())
-        self.meanings["muon_scale_mode"] += ", ".join(modes) + "."
-        self.meanings |= {
-            name: text
-            for name, text in field_docs(EmergingOptimizerConfig).items()
-            if name in EmergingOptimizerConfig.__annotations__
-        }
+        self.meanings |= field_docs(TorchOptimizerConfig)
         self.groups: dict[str, str] = {}
         for title, flags in groups().items():
             for flag, text in flags.items():
@@ -74,7 +67,10 @@ class Settings:
         self.stock = {action.dest: action for action in stock}
         parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser()))
         self.actions = {action.dest: action for action in parser._actions}
-        self.ours, self.megatrons = default_values("recommended"), default_values("megatron")
+        self.ours, self.megatrons = (
+            all_default_values("recommended"),
+            all_default_values("megatron"),
+        )
         self.of_megatron = {field.name for field in dataclasses.fields(OptimizerConfig)}
 
     def names(self) -> list[str]:

@@ -18,7 +18,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
-from megatron_eopt.routing.model import format_routing, route_model
+from megatron_eopt.routing.model import format_routing, overrides_for, route_model
 
 COMMON: dict[str, Any] = {
     "num_layers": 1,
@@ -136,7 +136,8 @@ def table_of(title: str) -> str:
     )
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.001, weight_decay=0.1)
     settings = resolve(config)
-    return format_routing(settings, route_model(settings, [model], None))
+    overrides = overrides_for(settings, None)
+    return format_routing(settings, route_model(settings, [model], overrides))
 
 
 def shortened(tables: Iterable[str]) -> Iterator[str]:

@@ -4,8 +4,8 @@
     python scripts/upstream_table.py PATH[:PATH ...]
 
 Each PATH is a checkout: the folder that contains `megatron` or `emerging_optimizers`. The table
-shows differences in the names that megatron-eopt uses (`megatron_eopt/base/upstream.py`), the
-fields of the configuration, coefficient sets and optimizers. Exits with 1 if a name is missing.
+shows differences in the names that megatron-eopt uses (`megatron_core/upstream.py`), the fields of
+the configuration, coefficient sets and optimizers. Exits with 1 if a name is missing.
 """
 
 import argparse

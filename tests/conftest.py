@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eopt.base.upstream import untested_releases
+from megatron_eopt.megatron_core.upstream import untested_releases
 from tests.harness import close_pools
 from tests.harness.long_results import LongResults
 

@@ -62,13 +62,16 @@ NEIGHBOURS = {
     "checkpoint": "unit/checkpoint unit/storage/test_own_counts.py",
     "config": "unit/config unit/arguments unit/matrices unit/wrappers/test_config_fields.py",
     "fsdp2": "unit/fsdp2",
+    "guard": "unit/checkpoint functional/test_damaged_checkpoints.py",
     "layouts": "unit/layouts unit/matrices unit/storage/test_layouts.py",
     "math": "unit/math unit/optimizers/test_muon.py unit/optimizers/test_engine.py",
     "matrices": "unit/matrices unit/layouts unit/routing/test_splits.py unit/qk_clip",
+    "megatron_core": "unit/megatron_core unit/wrappers unit/storage/test_layouts.py",
     "megatron_lm": "unit/megatron_lm unit/arguments functional/test_metadata_reads.py",
     "optimizers": "unit/optimizers unit/storage/test_layouts.py unit/fsdp2/test_layouts.py",
     "qk_clip": "unit/qk_clip unit/storage/test_clipping.py",
     "routing": "unit/routing unit/matrices unit/config/test_refusals.py",
+    "state": "unit/checkpoint unit/storage/test_own_counts.py unit/fsdp2/test_checkpoint.py",
     "storage": "unit/storage/test_layouts.py unit/storage/test_empty_shares.py"
     " unit/storage/test_matrix_state.py unit/storage/test_convolutions.py unit/matrices"
     " unit/layouts unit/optimizers/test_engine.py unit/megatron_fsdp/test_layouts.py",

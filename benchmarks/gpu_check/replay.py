@@ -24,12 +24,12 @@ from benchmarks.gpu_check.stock import REFUSALS, Share, settings_of, share_of, s
 from megatron_eopt.base import gpu
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.live_bytes import LiveBytes
-from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.tools.dry_run import Report, dry_world, report_of
 from megatron_eopt.tools.dry_run.counting import current_phase
 from megatron_eopt.tools.plan.architectures import Architecture
 from megatron_eopt.tools.plan.model import ParallelLayout, build_stage
 from megatron_eopt.tools.plan.planning import adams
+from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 
 _SIZES = (

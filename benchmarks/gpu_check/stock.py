@@ -18,11 +18,11 @@ from torch import Tensor, distributed
 
 from megatron_eopt.base.agreement import group_ranks_in
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.math.algorithm import standard_flops
 from megatron_eopt.tools.plan.architectures import Architecture
 from megatron_eopt.tools.plan.model import ParallelLayout, build_stage
+from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 
 REFUSALS = (AssertionError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What megatron-core raises for settings and layouts that it does not support."""

@@ -10,7 +10,7 @@ from megatron_eopt.math import backend_names, coefficient_names
 from megatron_eopt.math.coefficients import CoefficientsLike
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.config.checks import CHOICES
-from megatron_eopt.config.config import EmergingOptimizerConfig
+from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from megatron_eopt.config.fields import field_docs, field_types
 from megatron_eopt.config.registry import optimizer_names
 

@@ -23,8 +23,8 @@ from megatron_eopt.arguments.flags import (
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.imports import import_file
 from megatron_eopt.base.names import IN_RANK_FILES
-from megatron_eopt.config.config import EmergingOptimizerConfig, default_values
-from megatron_eopt.config.config_file import ALLOWED, read_optimizer_file
+from megatron_eopt.wrappers.config import EmergingOptimizerConfig, all_default_values
+from megatron_eopt.wrappers.config_file import ALLOWED, read_optimizer_file
 from megatron_eopt.config.retired import RETIRED, refusal, without_retired
 from megatron_eopt.config.values import read_fields
 
@@ -166,7 +166,7 @@ def _merge_file(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
 
 def _fill(args: argparse.Namespace, trainers: Mapping[str, Any]) -> None:
     """Set the default of every optimizer flag that is None; ``trainers`` has the trainer's."""
-    defaults = default_values(args.optimizer_defaults)
+    defaults = all_default_values(args.optimizer_defaults)
     if args.optimizer_defaults == "megatron":
         defaults |= trainers
     for dest, default in defaults.items():

@@ -5,13 +5,24 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from megatron_eopt.base.errors import ConfigurationError
+
+
+class StandIn(NamedTuple):
+    """What acts as a GPU in a process that has none."""
+
+    set_defaults: Callable[[Any], None]  # gives flags of the trainer defaults that work with it
+    check_supported: Callable[[Any], None]  # raises for flags that need a GPU
+
+
+stand_in: StandIn | None = None
+"""What acts as this process's GPU, if anything does."""
 
 
 def is_there() -> bool:

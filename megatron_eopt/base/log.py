@@ -5,6 +5,12 @@ import logging
 from megatron_eopt.base.agreement import is_rank_0
 
 
+def warn(logger: logging.Logger, text: str) -> None:
+    """Log a warning on rank 0."""
+    if is_rank_0():
+        logger.warning("%s", text)
+
+
 def inform(logger: logging.Logger, text: str) -> None:
     """Log on rank 0 what a setting asks for, at INFO, even if the log shows warnings only.
 

@@ -4,15 +4,18 @@ A custom model declares a box. Megatron's weight rematerialization (GTP) declare
 rows of a tensor-parallel slab are cut evenly over a group, after padding rows at the slab's end.
 """
 
-from typing import NamedTuple
+import sys
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import PLACE_ATTRIBUTE
-from megatron_eopt.base.upstream import require_upstream
 
 _EXPERT_SIZE = "get_expert_gtp_weight_remat_world_size"
+
+_PARALLEL_STATE = "megatron.core.parallel_state"
+"""The module with the groups of Megatron's models, where somebody has imported it."""
 
 
 class DeclaredBox(NamedTuple):
@@ -50,6 +53,11 @@ def is_part(param: Tensor) -> bool:
     return box is not None and box.shape != tuple(param.shape)
 
 
+def parallel_state() -> Any:
+    """Return the module with Megatron's global groups; None if nobody has imported it."""
+    return sys.modules.get(_PARALLEL_STATE)
+
+
 def remat_size(param: Tensor) -> int:
     """Return over how many ranks weight rematerialization cuts the rows of a parameter."""
     if not getattr(param, "is_gtp_weight_remat", False):
@@ -59,7 +67,8 @@ def remat_size(param: Tensor) -> int:
         # megatron-core marks the parameters of experts by `allreduce = False`
         is_dense = getattr(param, "allreduce", True)
         name = "get_gtp_weight_remat_world_size" if is_dense else _EXPERT_SIZE
-        size = require_upstream(name)()
+        state = parallel_state()
+        size = 1 if state is None else getattr(state, name)()
     return size or 1
 
 
@@ -77,5 +86,5 @@ def refuse_part(param: Tensor, name: str) -> None:
     """Raise a ConfigurationError for a part of a parameter, where whole ones are expected."""
     if is_part(param):
         rule = "is only a part of the parameter, which no registered storage takes"
-        hint = "Register a storage that calls megatron_eopt.extending.build_sharded"
+        hint = "Register a storage that calls megatron_eopt.contrib.declared_boxes.build_sharded"
         raise ConfigurationError(f"{name}.{PLACE_ATTRIBUTE}", declared_box(param), rule, hint)

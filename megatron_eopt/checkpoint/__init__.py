@@ -1,12 +1,12 @@
 """Optimizer state in checkpoints, in a form that does not depend on storage or parallel layout.
 
 Whoever changes a format reads ``storage``, which says what a rank has, but no algorithm: state is
-known by its kinds. Whose state continues, one module decides for all formats: ``rule``.
+known by its kinds. Whose state continues, one module decides for all formats: ``state.rule``.
 
 =============================  =====================================================================
 ``torch_dist``, by parameter   ``requests``; loads are matched first by ``matching``
 ``torch_dist``, by bucket      megatron-core's Adam; found by ``buckets``
-``torch``, state dicts         ``local_state`` and ``dtensor_optimizer``, by ``state_dicts``
+``torch``, state dicts         ``local_state``, and ``fsdp2`` for own loops, by ``state``
 ``fsdp_dtensor``               ``fsdp_dtensor``
 =============================  =====================================================================
 

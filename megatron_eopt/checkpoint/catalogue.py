@@ -19,18 +19,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_eopt.checkpoint.files import (
+from megatron_eopt.checkpoint.common_state import read_common_state
+from megatron_eopt.checkpoint.keys import Saved, split_key
+from megatron_eopt.guard.contents import (
     RANK_FILE,
     form_of,
     object_at,
-    read_common_state,
     read_metadata,
     read_rank_file,
 )
-from megatron_eopt.checkpoint.groups import BY_PARAMETER, PARAM_NAMES, Groups, groups_in
-from megatron_eopt.checkpoint.keys import Saved, split_key
-from megatron_eopt.checkpoint.rule import MEANINGS, Kinds, SavedState, Writer, optimizer_of
 from megatron_eopt.routing.groups import GROUP_ID
+from megatron_eopt.state.groups import BY_PARAMETER, PARAM_NAMES, Groups, groups_in
+from megatron_eopt.state.rule import MEANINGS, Kinds, SavedState, Writer, optimizer_of
 
 type Shapes = Mapping[str, tuple[int, ...] | None]
 """Global shapes of a checkpoint's tensors by key; None for objects."""

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.names import MAINS, STEP
-from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.checkpoint.catalogue import Catalogue
-from megatron_eopt.checkpoint.groups import BY_PARAMETER, adopt
 from megatron_eopt.checkpoint.keys import Saved
 from megatron_eopt.checkpoint.optimizer_state import prepare
-from megatron_eopt.checkpoint.rule import (
+from megatron_eopt.megatron_core.upstream import owner_of, require_upstream
+from megatron_eopt.state.groups import BY_PARAMETER, continue_groups
+from megatron_eopt.state.rule import (
     LoadReport,
     SavedState,
     Writer,
@@ -83,9 +83,9 @@ def load(storage: Any, loaded: Mapping[str, Any]) -> None:
         identity_of(group): [optimizer.names[param] for param in group["params"]]
         for group in optimizer.param_groups
     }
-    storage.twins = adopt(optimizer.param_groups, groups, members)
+    storage.twins = continue_groups(optimizer.param_groups, groups, members)
     storage.loaded_groups = groups
-    optimizer.take(loads)
+    optimizer.load_checked(loads)
     storage.steps = steps
 
 

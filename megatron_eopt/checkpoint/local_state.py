@@ -9,14 +9,14 @@ from torch import Tensor
 
 from megatron_eopt.base.agreement import gather_unique, raise_together
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
-from megatron_eopt.checkpoint.groups import PARAM_NAMES, children_of, inner_of
-from megatron_eopt.checkpoint.optimizer_state import adopt_common, prepare
-from megatron_eopt.checkpoint.rule import identity_of, log_lines
-from megatron_eopt.checkpoint.state_dicts import SavedStateDict, misfit_of, named, write_state
-from megatron_eopt.optimizers.storage import Storage
+from megatron_eopt.checkpoint.optimizer_state import continue_common, prepare
+from megatron_eopt.fsdp2.optimizer import DTensorOptimizer
+from megatron_eopt.megatron_core.stored_weights import StoredWeights
 from megatron_eopt.optimizers.update_rule import set_step
 from megatron_eopt.routing.plain_names import match_names
+from megatron_eopt.state.groups import PARAM_NAMES, children_of, inner_of
+from megatron_eopt.state.rule import identity_of, log_lines
+from megatron_eopt.state.state_dicts import SavedStateDict, misfit_of, named, write_state
 from megatron_eopt.storage.local_tensors import local_of
 
 MAINS = "fp32_from_fp16_params"
@@ -60,7 +60,7 @@ def save(storage: Any, main_optimizer: str | None, names: Names) -> dict[str, An
     return result
 
 
-def load(storages: Sequence[Storage], state: Any, names: Names) -> None:
+def load(storages: Sequence[StoredWeights], state: Any, names: Names) -> None:
     """Load what :func:`save` returned for each optimizer of a chain; collective.
 
     Groups keep this run's schedule.
@@ -102,13 +102,13 @@ def refuse_rank_files(argument: str, value: str) -> ConfigurationError:
 class _Saved(NamedTuple):
     """What a state dict has for one optimizer of a chain."""
 
-    storage: Storage
+    storage: StoredWeights
     part: Any  # of the state dict, with counts and loss scale
     saved: SavedStateDict
     mains: Mapping[str, Tensor]  # main weights by name
 
 
-def _saved(storages: Sequence[Storage], state: Any, names: Names) -> list[_Saved]:
+def _saved(storages: Sequence[StoredWeights], state: Any, names: Names) -> list[_Saved]:
     """Return what a state dict has for each optimizer."""
     parts = children_of(state) or [{} for _ in storages]
     present = [storage for storage in storages if not storage.is_stub_optimizer]
@@ -140,20 +140,20 @@ def _saved(storages: Sequence[Storage], state: Any, names: Names) -> list[_Saved
     return result
 
 
-def _names_of(storage: Storage, names: Names) -> dict[Tensor, str]:
+def _names_of(storage: StoredWeights, names: Names) -> dict[Tensor, str]:
     """Return the names of the parameters by the tensors that are stepped."""
     # the model's parameters are not the shards that Megatron-FSDP has made of them
     return {shard.main: names.get(shard.param, shard.name) for shard in storage.shards}
 
 
-def _names_by_group(storage: Storage, names: Names) -> list[list[str]]:
+def _names_by_group(storage: StoredWeights, names: Names) -> list[list[str]]:
     """Return the names of each group's parameters."""
     name_of = _names_of(storage, names)
     return [[name_of[main] for main in g["params"]] for g in storage.optimizer.param_groups]
 
 
 def _mains(
-    part: Mapping[str, Any], saved: SavedStateDict, storages: Sequence[Storage], names: Names
+    part: Mapping[str, Any], saved: SavedStateDict, storages: Sequence[StoredWeights], names: Names
 ) -> dict[str, Tensor]:
     """Return the main weights that one optimizer has saved, by the name of their parameter.
 
@@ -225,9 +225,9 @@ def _load(item: _Saved, names: Names, found: bool) -> _Write:
     @torch.no_grad()
     def write() -> None:
         # before the state, whose own counts replace the common one
-        adopt_common([storage], item.part, members, saved.groups)
+        continue_common([storage], item.part, members, saved.groups)
         if isinstance(optimizer, DTensorOptimizer):
-            optimizer.take(loads)
+            optimizer.load_checked(loads)
         else:
             for param, values in loads.items():
                 if values is None:

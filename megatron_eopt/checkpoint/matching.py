@@ -15,9 +15,9 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron_eopt.base.agreement import CheckpointError, from_rank_0, gather_unique, raise_together
 from megatron_eopt.checkpoint.catalogue import Catalogue, read_catalogue
 from megatron_eopt.checkpoint.keys import split_key
-from megatron_eopt.checkpoint.requests import StateRequests, kinds_by_optimizer
-from megatron_eopt.checkpoint.rule import log_lines
+from megatron_eopt.checkpoint.requests import StateRequests
 from megatron_eopt.checkpoint.vocabulary import fill_new_rows
+from megatron_eopt.state.rule import kinds_by_optimizer, log_lines
 
 _NORMS = ("layernorm.", "layer_norm_weight")
 _ROW_PARALLEL = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")

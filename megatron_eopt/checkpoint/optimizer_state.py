@@ -8,23 +8,23 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from megatron_eopt.base.agreement import any_rank, gather_objects, gather_unique, raise_together
 from megatron_eopt.base.names import STEP
-from megatron_eopt.checkpoint.groups import (
+from megatron_eopt.checkpoint.parameter_space import parameter_spaces
+from megatron_eopt.checkpoint.requests import StateRequests
+from megatron_eopt.megatron_core.stored_weights import StoredWeights
+from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
+from megatron_eopt.state.groups import (
     IN_ROWS_OF_MODEL,
     PARAM_NAMES,
     Groups,
     Members,
-    adopt,
     children_of,
+    continue_groups,
     inner_of,
     saved_groups,
     saved_steps,
     steps_of,
 )
-from megatron_eopt.checkpoint.parameter_space import parameter_spaces
-from megatron_eopt.checkpoint.requests import StateRequests
-from megatron_eopt.checkpoint.rule import identity_of
-from megatron_eopt.optimizers.storage import Storage
-from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
+from megatron_eopt.state.rule import identity_of
 
 REQUESTS = "requests"
 """Key of the :class:`StateRequests` in a sharded state dict for loading."""
@@ -34,7 +34,7 @@ PARAM_STATE = "param_state"
 
 
 def requested(
-    storages: Sequence[Storage],
+    storages: Sequence[StoredWeights],
     model_state: Mapping[str, Any],
     *,
     is_loading: bool,
@@ -89,7 +89,7 @@ def requested(
 
 
 def _params_of_groups(
-    storages: Sequence[Storage], model_state: Mapping[str, Any]
+    storages: Sequence[StoredWeights], model_state: Mapping[str, Any]
 ) -> list[tuple[str, str, str]]:
     """Return what groups are called with keys and names of their parameters; collective."""
     present = [storage for storage in storages if not storage.is_stub_optimizer]
@@ -125,20 +125,20 @@ def _name_params(groups: Sequence[dict[str, Any]], entries: Sequence[tuple[str, 
         group[PARAM_NAMES] = list(named.get(called, ()))
 
 
-def prepare(storages: Sequence[Storage], *, is_loading: bool) -> None:
+def prepare(storages: Sequence[StoredWeights], *, is_loading: bool) -> None:
     """Create all state that can be saved or loaded."""
     for update_rule, work in _groups_and_states(storages):
         (update_rule.allocate_for_load if is_loading else update_rule.init)(*work)
 
 
-def pack_loaded(storages: Sequence[Storage]) -> None:
+def pack_loaded(storages: Sequence[StoredWeights]) -> None:
     """Convert loaded state to the form in which it is kept between steps; collective."""
     for update_rule, work in _groups_and_states(storages):
         update_rule.pack(*work)
 
 
 def _groups_and_states(
-    storages: Sequence[Storage],
+    storages: Sequence[StoredWeights],
 ) -> Iterator[tuple[UpdateRule, tuple[list[ParamGroup], State]]]:
     for storage in storages:
         for item in storage.assigned:
@@ -146,7 +146,7 @@ def _groups_and_states(
                 yield item.rule, work
 
 
-def _counts_by_name(storages: Sequence[Storage]) -> dict[tuple[int, str], int]:
+def _counts_by_name(storages: Sequence[StoredWeights]) -> dict[tuple[int, str], int]:
     """Return the step count of each update rule's state, -1 if it has none; collective.
 
     Keys are a position in the chain and a rule's name, because a rank may lack an update rule.
@@ -169,23 +169,23 @@ def check(state: Mapping[Any, Any]) -> None:
     state[REQUESTS].check(state.get(PARAM_STATE, {}))
 
 
-def load(storages: Sequence[Storage], state: Mapping[Any, Any]) -> None:
+def load(storages: Sequence[StoredWeights], state: Mapping[Any, Any]) -> None:
     """Write what was loaded for :func:`requested` into the optimizers, after :func:`check`.
 
     Groups keep this run's schedule. Main weights that the checkpoint lacks are copied from the
     model, which must be loaded first.
     """
     requests = state[REQUESTS]
-    adopt_common(
+    continue_common(
         storages, [*children_of(state), *requests.common], requests.members, requests.groups
     )
     # after the common counts, which those of single parameters replace; missing if this rank has no
     # state
-    requests.take(state.get(PARAM_STATE, {}))
+    requests.write_loaded(state.get(PARAM_STATE, {}))
 
 
-def adopt_common(
-    storages: Sequence[Storage],
+def continue_common(
+    storages: Sequence[StoredWeights],
     state: Any,
     members: Members = MappingProxyType({}),
     groups: Groups | None = None,
@@ -206,7 +206,7 @@ def adopt_common(
     for storage in storages:
         if storage.is_stub_optimizer:
             continue
-        storage.twins = adopt(storage.optimizer.param_groups, saved, members)
+        storage.twins = continue_groups(storage.optimizer.param_groups, saved, members)
         storage.loaded_groups = saved
         storage.steps = steps
         if storage.grad_scaler and scalers:

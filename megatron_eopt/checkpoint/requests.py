@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +17,15 @@ from megatron_eopt.base.place import remat_size
 from megatron_eopt.checkpoint import saved_state
 from megatron_eopt.checkpoint.buckets import boxes_in_buckets
 from megatron_eopt.checkpoint.catalogue import Catalogue
-from megatron_eopt.checkpoint.groups import IN_ROWS_OF_MODEL, Groups
 from megatron_eopt.checkpoint.keys import matrix_state_key, unstacked_key
 from megatron_eopt.checkpoint.parameter_space import ParameterSpace, parameter_spaces
-from megatron_eopt.checkpoint.rule import Kinds, LoadReport, SavedState, Writer, state_kinds
 from megatron_eopt.checkpoint.saved_state import ParameterLocation, StateValue
 from megatron_eopt.checkpoint.sources import Boxes, MatrixSource, unstacked
-from megatron_eopt.optimizers.storage import Storage
+from megatron_eopt.megatron_core.stored_weights import StoredWeights
 from megatron_eopt.optimizers.update_rule import OF_GROUPS, UpdateRule, set_step
 from megatron_eopt.routing.groups import GROUP_ID
+from megatron_eopt.state.groups import IN_ROWS_OF_MODEL, Groups
+from megatron_eopt.state.rule import Kinds, LoadReport, SavedState, Writer, state_kinds
 from megatron_eopt.storage.local_tensors import local_of
 
 
@@ -44,7 +44,7 @@ class StateRequests:
 
     def __init__(
         self,
-        storages: Sequence[Storage],
+        storages: Sequence[StoredWeights],
         model_state: Mapping[str, Any],
         counts: Mapping[UpdateRule, int] | None,
         model_chunks: Sequence[Any] = (),
@@ -164,7 +164,7 @@ class StateRequests:
         return found
 
     @torch.no_grad()
-    def take(self, loaded: Mapping[str, Any]) -> None:
+    def write_loaded(self, loaded: Mapping[str, Any]) -> None:
         """Write the loaded ``param_state`` into the optimizers' state, after :meth:`check`.
 
         Step counts of single parameters in the checkpoint override the common one, and state that
@@ -175,13 +175,13 @@ class StateRequests:
             if value.is_count:
                 continue
             if index in present:
-                self._chosen[index].take(present[index])
+                self._chosen[index].write_loaded(present[index])
             elif value.kind in MAINS:
                 # the checkpoint has no main weights, so the loaded model's weights are used
                 value.take_from_model()
             elif value.where.state is not None and value.where.space.name in self._fresh:
                 set_step(value.where.state, 0)
-        # last, because these replace the common count, which ``adopt_common`` has set
+        # last, because these replace the common count, which ``continue_common`` has set
         for index, pieces in present.items():
             if self._values[index].is_count:
                 set_step(self._values[index].where.state or {}, int(pieces[0]))
@@ -205,7 +205,9 @@ class StateRequests:
         names = ("mp_group", "expt_tp_pp_with_egtp_remat_group")
         return {bool(number): get_pg_rank(groups[name]) for number, name in enumerate(names)}
 
-    def _values_of(self, storage: Storage, model_state: Mapping[str, Any]) -> Iterator[StateValue]:
+    def _values_of(
+        self, storage: StoredWeights, model_state: Mapping[str, Any]
+    ) -> Iterator[StateValue]:
         """Yield all state values on this rank of one optimizer of the chain.
 
         First main weights and state that are sharded like their parameter, each followed by the
@@ -374,12 +376,3 @@ def _saved_state(
 def _has_rows_of_model(group: Mapping[str, Any]) -> bool:
     # megatron-core's groups, which have no identity, always do
     return IN_ROWS_OF_MODEL in group or GROUP_ID not in group
-
-
-def kinds_by_optimizer(pairs: Iterable[tuple[str, tuple[str, ...]]]) -> Kinds:
-    """Return the kinds of state that all parameters of an optimizer have, and that any has."""
-    result: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
-    for name, kinds in pairs:
-        always, ever = result.get(name, (frozenset(kinds), frozenset[str]()))
-        result[name] = always & {*kinds}, ever | {*kinds}
-    return result

@@ -25,10 +25,10 @@ from megatron_eopt.checkpoint.keys import (
     state_key,
 )
 from megatron_eopt.checkpoint.parameter_space import ParameterSpace
-from megatron_eopt.checkpoint.rule import Writer
 from megatron_eopt.checkpoint.sources import Boxes, MatrixSource, Piece, Pieces, find, key_of
-from megatron_eopt.optimizers.storage import Storage
+from megatron_eopt.megatron_core.stored_weights import StoredWeights
 from megatron_eopt.optimizers.update_rule import UnshardedState, UpdateRule
+from megatron_eopt.state.rule import Writer
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.storage.shard import ParamShard
 
@@ -138,7 +138,7 @@ class StateValue:
         own = tuple(replace(piece, data=torch.empty_like(piece.data)) for piece in self.pieces)
         return replace(self, pieces=own, homes=tuple(piece.data for piece in self.pieces))
 
-    def take(self, loaded: Sequence[Any]) -> None:
+    def write_loaded(self, loaded: Sequence[Any]) -> None:
         """Write what was loaded for each piece into the state, unless it was loaded in place."""
         for piece, home, value in zip(self.pieces, self._homes, loaded, strict=True):
             if isinstance(piece, ShardedObject):
@@ -196,7 +196,7 @@ def unsharded_value(kept: UnshardedState, where: ParameterLocation, count: int) 
 
 
 def sharded_like_weights(
-    storage: Storage, update_rule: UpdateRule, number: int
+    storage: StoredWeights, update_rule: UpdateRule, number: int
 ) -> dict[str, Tensor]:
     """Return main weights and state that are sharded like the parameter, by kind."""
     # momentum of 8 or 16 bits is saved in the form of float32 momentum
@@ -208,7 +208,9 @@ def sharded_like_weights(
     }
 
 
-def unsharded_state_of(storage: Storage) -> Iterator[tuple[UpdateRule, Tensor, UnshardedState]]:
+def unsharded_state_of(
+    storage: StoredWeights,
+) -> Iterator[tuple[UpdateRule, Tensor, UnshardedState]]:
     """Yield state that is not sharded like its parameter, with its update rule and parameter."""
     for assigned in storage.assigned:
         update_rule = assigned.rule

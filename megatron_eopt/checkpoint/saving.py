@@ -14,16 +14,16 @@ from megatron.core.msc_utils import MultiStorageClientFeature
 
 from megatron_eopt.base.agreement import from_rank_0
 from megatron_eopt.base.peers import ending_together
-from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.base.wrapping import Function, around
-from megatron_eopt.checkpoint.files import TRACKER
-from megatron_eopt.checkpoint.guard.saves import (
+from megatron_eopt.guard.contents import TRACKER
+from megatron_eopt.guard.saves import (
     Save,
     absolute,
     begin,
     collecting_errors,
     naming_full_disk,
 )
+from megatron_eopt.megatron_core.upstream import owner_of, require_upstream
 
 _saving: ContextVar[Save | None] = ContextVar("_saving", default=None)
 """The save in the trainer's saving function, or in the last steps of an asynchronous one."""

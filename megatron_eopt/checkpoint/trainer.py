@@ -23,26 +23,12 @@ from megatron_eopt.base.agreement import (
     is_rank_0,
     raise_together,
 )
-from megatron_eopt.base.upstream import owner_of, require_upstream
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint import fsdp_dtensor
 from megatron_eopt.checkpoint.catalogue import read_catalogue
-from megatron_eopt.checkpoint.files import (
-    METADATA,
-    RANK_FILE,
-    TRACKER,
-    damaged,
-    forget_metadata,
-    form_of,
-    read_common_state,
-    read_tracker,
-)
-from megatron_eopt.checkpoint.groups import overridden
-from megatron_eopt.checkpoint.guard.files import check, check_unchanged, is_complete
-from megatron_eopt.checkpoint.guard.saves import whole
+from megatron_eopt.checkpoint.common_state import read_common_state
 from megatron_eopt.checkpoint.local_state import refuse_rank_files
 from megatron_eopt.checkpoint.matching import match
-from megatron_eopt.checkpoint.rule import log_lines
 from megatron_eopt.checkpoint.saving import (
     finishing_later,
     replacing_a_folder,
@@ -51,8 +37,22 @@ from megatron_eopt.checkpoint.saving import (
     written_to,
 )
 from megatron_eopt.checkpoint.vocabulary import keeping_padding
-from megatron_eopt.optimizers.storage import Storage
+from megatron_eopt.guard.contents import (
+    METADATA,
+    RANK_FILE,
+    TRACKER,
+    damaged,
+    forget_metadata,
+    form_of,
+    read_tracker,
+)
+from megatron_eopt.guard.files import check, check_unchanged, is_complete
+from megatron_eopt.guard.saves import whole
+from megatron_eopt.megatron_core.stored_weights import StoredWeights
+from megatron_eopt.megatron_core.upstream import owner_of, require_upstream
 from megatron_eopt.routing.groups import GROUP_ID
+from megatron_eopt.state.groups import overridden
+from megatron_eopt.state.rule import log_lines
 
 logger = logging.getLogger(__name__)
 
@@ -182,10 +182,10 @@ def _refusing_layers_of_gpt(original: Function, *values: Any, **kwargs: Any) -> 
     return layers, loads_state
 
 
-def _storages_of(optimizer: Any) -> list[Storage]:
+def _storages_of(optimizer: Any) -> list[StoredWeights]:
     """Return the members of a chain of this package; none of megatron-core's own optimizers."""
     members = getattr(optimizer, "chained_optimizers", ())
-    return [member for member in members if isinstance(member, Storage)]
+    return [member for member in members if isinstance(member, StoredWeights)]
 
 
 @dataclass

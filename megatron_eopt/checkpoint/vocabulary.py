@@ -15,21 +15,20 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.msc_utils import MultiStorageClientFeature
-from megatron.core.utils import log_single_rank
 
 from megatron_eopt.base.agreement import CheckpointError, gather_unique
-from megatron_eopt.base.log import inform
+from megatron_eopt.base.log import inform, warn
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.checkpoint.catalogue import Shapes
-from megatron_eopt.checkpoint.files import (
+from megatron_eopt.checkpoint.common_state import read_common_state
+from megatron_eopt.checkpoint.sources import assemble, tensor_sources
+from megatron_eopt.guard.contents import (
     CONFIG,
     TRACKER,
     folder_name,
-    read_common_state,
     read_tracker,
 )
-from megatron_eopt.checkpoint.guard.saves import whole
-from megatron_eopt.checkpoint.sources import assemble, tensor_sources
+from megatron_eopt.guard.saves import whole
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ def fill_new_rows(state: Any, shapes: Shapes) -> None:
 
     dict_list_map_inplace(filled, state)
     for saved, wanted in gather_unique(changes):
-        log_single_rank(logger, logging.WARNING, _text(saved, wanted))
+        warn(logger, _text(saved, wanted))
 
 
 def _text(saved: int, wanted: int) -> str:

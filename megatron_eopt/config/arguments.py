@@ -4,14 +4,12 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
 from megatron_eopt.base.errors import ConfigurationError, naming
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.config.checks import check_arguments, check_iteration
 from megatron_eopt.config.config import complete
 from megatron_eopt.config.fields import constructor_parameters, set_arguments
-from megatron_eopt.config.registry import entry_of, prefixes_of
+from megatron_eopt.config.registry import arguments_cls_of, entry_of, prefixes_of
 from megatron_eopt.config.settings import RunSettings
 
 RATE_TO_COME = 1.0
@@ -33,16 +31,29 @@ def arguments_of(
 
 
 def constructed(
-    name: str, config: Any, kwargs: dict[str, Any], groups: Sequence[Any], **own: Any
-) -> torch.optim.Optimizer:
+    name: str,
+    config: Any,
+    kwargs: dict[str, Any],
+    groups: Sequence[Any],
+    *,
+    for_shards: bool = False,
+    **own: Any,
+) -> Any:
     """Construct the optimizer ``name`` over groups; errors name the configuration's fields.
 
-    ``kwargs`` are the configuration's arguments, and ``own`` those that take their place.
+    Args:
+        name: Its name.
+        config: The configuration.
+        kwargs: The configuration's arguments.
+        groups: Parameter groups.
+        for_shards: Whether settings serve that make update rules, if the optimizer has such.
+        **own: Arguments that take the place of the configuration's.
 
     Raises:
         ConfigurationError: If no field gives an argument that is needed, or one is refused.
     """
-    cls, prefixes = entry_of(name).optimizer_cls, prefixes_of(name)
+    cls = arguments_cls_of(name) if for_shards else entry_of(name).optimizer_cls
+    prefixes = prefixes_of(name)
     given = kwargs | own
     _, *arguments = inspect.signature(cls).parameters.values()
     for one in arguments:
@@ -62,8 +73,7 @@ def constructed(
         check_arguments(name, others, fields)
         check_iteration(name, given, fields)
     with naming(fields):
-        optimizer: torch.optim.Optimizer = cls(groups, **given)
-    return optimizer
+        return cls(groups, **given)
 
 
 def entry_kwargs(
@@ -73,7 +83,7 @@ def entry_kwargs(
     entry = entry_of(name)
     if entry.config_to_kwargs is not None:
         return entry.config_to_kwargs(config, model_chunks, pg_collection)
-    return emerging_kwargs(entry.optimizer_cls, prefixes_of(name), config, pg_collection)
+    return emerging_kwargs(arguments_cls_of(name), prefixes_of(name), config, pg_collection)
 
 
 def emerging_kwargs(

@@ -22,17 +22,15 @@ from megatron_eopt.base.names import (
     STANDARD_OPTIMIZERS,
     TpModeT,
 )
-from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.fields import (
     constructor_parameters,
     consumed_fields,
-    field_types,
     set_arguments,
     type_of,
     unconsumed,
 )
-from megatron_eopt.config.registry import consumed_by, entry_of, is_muon, prefixes_of
-from megatron_eopt.config.values import read_value
+from megatron_eopt.config.registry import arguments_cls_of, consumed_by, is_muon, prefixes_of
+from megatron_eopt.config.values import kinds_of, read_value
 from megatron_eopt.math import (
     AlgorithmT,
     PrecisionT,
@@ -121,6 +119,9 @@ _OF_ORTHOGONALIZATION = {
 }
 """Fields of Muon, by the names that errors of its orthogonalization have."""
 
+_KNOWN = ("emerging_optimizers.", "megatron_eopt.")
+"""Packages whose classes check what their arguments are declared to be."""
+
 _OF_THE_MAIN_MUON = {
     "muon_skip_grad_clip": False,
     "muon_momentum_dtype": "fp32",
@@ -134,7 +135,7 @@ _OF_ANY_MUON = dict.fromkeys(("muon_lr", "muon_min_lr", "muon_weight_decay"))
 def check_values(config: Any, optimizers: Collection[str]) -> None:
     """Raise an error if a field that applies to these optimizers has an unsupported value."""
     prefixes = {prefix for name in optimizers for prefix in prefixes_of(name)}
-    for name in field_types(EmergingOptimizerConfig):
+    for name in kinds_of(type(config)):
         # the value of a setting that no optimizer reads may be anything
         owners = {prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")}
         in_use = not owners or not owners.isdisjoint(prefixes)
@@ -158,7 +159,7 @@ def check_values(config: Any, optimizers: Collection[str]) -> None:
             if config.muon_backend != "auto":
                 get_backend(config.muon_backend)
     for optimizer in set(optimizers) - set(STANDARD_OPTIMIZERS):
-        cls = entry_of(optimizer).optimizer_cls
+        cls = arguments_cls_of(optimizer)
         found = set_arguments(cls, prefixes_of(optimizer), config)
         arguments = {argument: value for argument, (_, value) in found.items()}
         fields = {argument: field for argument, (field, _) in found.items()}
@@ -171,7 +172,7 @@ def _refuse_cautious_decay(config: Any, optimizers: Iterable[str]) -> None:
     check_cautious(CAUTIOUS_DECAY, decoupled=config.decoupled_weight_decay)
     for name in optimizers:
         is_standard = name in STANDARD_OPTIMIZERS
-        known = {} if is_standard else constructor_parameters(entry_of(name).optimizer_cls)
+        known = {} if is_standard else constructor_parameters(arguments_cls_of(name))
         if name != "adam" and CAUTIOUS_DECAY not in known:
             rule = f"is for Muon, its variants and Adam, but {name} updates some parameters"
             raise ConfigurationError(CAUTIOUS_DECAY, True, rule, "Turn it off")
@@ -185,10 +186,10 @@ def check_arguments(
     emerging-optimizers' classes know fewer values than our Muon, and would notice in a step.
     ``fields`` are the fields that set arguments.
     """
-    cls = entry_of(optimizer).optimizer_cls
+    cls = arguments_cls_of(optimizer)
     parameters = constructor_parameters(cls)
     # what a user's own class does with its numbers is not known
-    is_known = any(base.__module__.startswith("emerging_optimizers.") for base in cls.__mro__)
+    is_known = any(base.__module__.startswith(_KNOWN) for base in cls.__mro__)
     for name in (name for name in parameters if name in arguments):
         field, value = fields.get(name, name), arguments[name]
         kind = type_of(parameters[name].annotation)
@@ -203,7 +204,7 @@ def check_iteration(
     optimizer: str, arguments: Mapping[str, Any], fields: Mapping[str, str]
 ) -> None:
     """Raise a ConfigurationError if an optimizer's Newton-Schulz iteration would diverge."""
-    parameters = constructor_parameters(entry_of(optimizer).optimizer_cls)
+    parameters = constructor_parameters(arguments_cls_of(optimizer))
     given = {name: one.default for name, one in parameters.items()} | dict(arguments)
     # our Muon computes products that would diverge in float32 instead, and warns
     if is_muon(optimizer) or not parameters.keys() >= _OF_ITERATION.keys():
@@ -237,7 +238,7 @@ def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
     consumed: set[str] = set()
     for name in emerging:
         # an optimizer reads fields with its own prefixes only
-        consumed |= consumed_fields(entry_of(name).optimizer_cls, prefixes_of(name))
+        consumed |= consumed_fields(arguments_cls_of(name), prefixes_of(name))
         consumed |= consumed_by(name)
     unused = set(unconsumed(config, prefixes, consumed))
     for family, defaults in ((prefixes_of(main), _OF_THE_MAIN_MUON), (prefixes, _OF_ANY_MUON)):

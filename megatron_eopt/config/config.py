@@ -1,7 +1,7 @@
-"""Configuration classes, which differ in their defaults.
+"""The configuration of an optimizer, with recommended defaults.
 
-megatron-core's ``OptimizerConfig`` keeps megatron-core's defaults; :class:`EmergingOptimizerConfig`
-has the recommended ones.
+megatron-core's ``OptimizerConfig``, or any dataclass with fields of these names, serves as well.
+Fields that it lacks then act like megatron-core.
 """
 
 import copy
@@ -10,17 +10,11 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, cast
 
-from megatron.core.optimizer.optimizer_config import (
-    AdamOptimizerConfig,  # noqa: F401  re-exported
-    OptimizerConfig,
-    SGDOptimizerConfig,  # noqa: F401
-)
-
+import megatron_eopt
 from megatron_eopt.base.errors import ConfigurationTypeError, did_you_mean
 from megatron_eopt.base.names import (
     DEFAULT_MATRIX_BUFFER_MB,
     DEFAULT_MAX_RANKS_PER_MATRIX,
-    STANDARD_OPTIMIZERS,
     OptimizerDefaultsT,
     TpModeT,
 )
@@ -30,7 +24,11 @@ from megatron_eopt.math.coefficients import CoefficientsLike
 from megatron_eopt.math.low_precision import MomentumDtypeT
 from megatron_eopt.math.moments import Moment2MethodT
 
-_LIKE_MEGATRON: dict[str, object] = {
+LIKE_MEGATRON: dict[str, object] = {
+    "muon_tp_mode": "blockwise",
+    "muon_scale_mode": "spectral",
+    "muon_nesterov": False,
+    "adaptive_muon_moment2_method": "adamuon",
     "muon_algorithm": "standard",
     "muon_backend": "emerging_optimizers",
     "fused_adam": False,
@@ -38,7 +36,11 @@ _LIKE_MEGATRON: dict[str, object] = {
     "muon_split_mla": False,
     "muon_split_linear_attention": False,
 }
-"""Values that make the fields that megatron-core lacks reproduce its behaviour."""
+"""Values that differ from the recommended ones and reproduce megatron-core's behaviour."""
+
+
+_ESSENTIAL = ("optimizer", "lr", "weight_decay")
+"""Fields without which a dataclass is no configuration of an optimizer."""
 
 
 class _ConfigType(type):
@@ -65,8 +67,107 @@ class _ConfigType(type):
 
 
 @dataclass
-class EmergingOptimizerConfig(OptimizerConfig, metaclass=_ConfigType):
-    """``OptimizerConfig`` with recommended defaults and more fields; each is also a flag."""
+class TorchOptimizerConfig(metaclass=_ConfigType):
+    """What an optimizer in your own training loop needs, with recommended defaults."""
+
+    lr: float | None = None
+    """Learning rate at the end of the warm-up. Every group without a rate of its own uses it;
+    None if a scheduler sets it before the first step."""
+
+    min_lr: float | None = None
+    """Final learning rate of Megatron's schedule."""
+
+    decoupled_lr: float | None = None
+    """Learning rate of the embedding and the output layer."""
+
+    decoupled_min_lr: float | None = None
+    """Final learning rate of the embedding and the output layer in Megatron's schedule."""
+
+    weight_decay: float = 0.01
+    """Weight decay coefficient."""
+
+    apply_wd_to_qk_layernorm: bool = False
+    """Apply weight decay to the norms of queries and keys, too."""
+
+    fp16: bool = False
+    """The model's weights are float16."""
+
+    bf16: bool = False
+    """The model's weights are bfloat16."""
+
+    optimizer: str = "adam"
+    """Name of the main optimizer, such as "muon"."""
+
+    loss_scale: float | None = None
+    """Constant loss scale. Without it, fp16 uses a dynamic one."""
+
+    adam_beta1: float = 0.9
+    """Decay of Adam's first moment."""
+
+    adam_beta2: float = 0.999
+    """Decay of Adam's second moment."""
+
+    adam_eps: float = 1e-08
+    """Added to Adam's denominator."""
+
+    decoupled_weight_decay: bool = True
+    """Weight decay shrinks weights directly, as in AdamW. If off, it is added to gradients."""
+
+    sgd_momentum: float = 0.9
+    """Momentum of SGD."""
+
+    muon_momentum: float = 0.95
+    """Momentum of Muon and adaptive Muon."""
+
+    muon_split_qkv: bool = True
+    """Split a fused attention projection into Q, K and V matrices."""
+
+    muon_fp32_matmul_prec: str = "medium"
+    """Precision of the matrix products in Newton-Schulz. "highest" is float32, "high" TF32,
+    "medium" 16 bits."""
+
+    muon_num_ns_steps: int = 5
+    """Number of Newton-Schulz steps."""
+
+    muon_extra_scale_factor: float = 1.0
+    """Multiplies every update."""
+
+    muon_scalar_optimizer: str = "adam"
+    """Optimizer of the parameters that are not matrices."""
+
+    lion_beta1: float = 0.95
+    """Weight of the momentum in Lion's update."""
+
+    lion_beta2: float = 0.98
+    """Decay of Lion's momentum."""
+
+    soap_shampoo_beta: float = 0.95
+    """Decay of SOAP's statistics."""
+
+    soap_precondition_frequency: int = 1
+    """Not used by SOAP of emerging-optimizers 0.3. A value other than the default gives a
+    warning."""
+
+    soap_use_kl_shampoo: bool = True
+    """Use KL-Shampoo's statistics."""
+
+    adaptive_muon_beta2: float = 0.95
+    """Decay of the second moment."""
+
+    adaptive_muon_eps: float = 1e-08
+    """Added to the divisor (AdaMuon, NAMO), or the smallest mean square (NorMuon)."""
+
+    use_distributed_optimizer: bool = False
+    """Shard the optimizer state over the data-parallel ranks."""
+
+    optimizer_cpu_offload: bool = False
+    """Keep optimizer state and main weights in host memory."""
+
+    optimizer_offload_fraction: float = 0.0
+    """Share of the optimizer state that is in host memory."""
+
+    clip_grad: float = 1.0
+    """Largest norm of all gradients, under Megatron. Larger gradients are scaled down."""
 
     muon_tp_mode: TpModeT = "auto"
     """How to orthogonalize a tensor-parallel matrix: "auto" picks the cheapest of "duplicated",
@@ -187,10 +288,14 @@ class EmergingOptimizerConfig(OptimizerConfig, metaclass=_ConfigType):
 
 def default_values(whose: OptimizerDefaultsT) -> dict[str, Any]:
     """Return every field's default: the recommended ones, or those that act like megatron-core."""
-    recommended = dataclasses.asdict(EmergingOptimizerConfig())
-    if whose == "recommended":
-        return recommended
-    return {**recommended, **_LIKE_MEGATRON, **dataclasses.asdict(OptimizerConfig())}
+    recommended = dataclasses.asdict(TorchOptimizerConfig())
+    return recommended if whose == "recommended" else recommended | LIKE_MEGATRON
+
+
+def is_config(config: object) -> bool:
+    """Whether this is a configuration of an optimizer, of whichever package."""
+    is_instance = dataclasses.is_dataclass(config) and not isinstance(config, type)
+    return is_instance and all(hasattr(config, name) for name in _ESSENTIAL)
 
 
 def complete(config: Any) -> Any:
@@ -199,8 +304,10 @@ def complete(config: Any) -> Any:
     The result is ``config`` itself if it lacks none.
     """
     missing = {n: v for n, v in default_values("megatron").items() if not hasattr(config, n)}
-    if "muon_backend" in missing and config.muon_tp_mode == "distributed":
+    if "muon_backend" in missing and getattr(config, "muon_tp_mode", None) == "distributed":
         missing["muon_backend"] = "torch"  # emerging-optimizers' needs whole matrices
+    if "muon_tp_mode" in missing:
+        missing["muon_tp_mode"] = "auto"  # who has no such field has nothing that cuts matrices
     if not missing:
         return config
     # the caller's object stays as it is
@@ -209,16 +316,8 @@ def complete(config: Any) -> Any:
     return config
 
 
-def as_muon(config: Any, *, layer_wise: bool) -> Any:
-    """Return a copy of a configuration with Muon in place of Adam or SGD.
-
-    ``layer_wise`` also turns on sharded state.
-    """
-    if not isinstance(config, OptimizerConfig):
-        return config  # resolving it raises the error
-    config = copy.copy(config)
-    if config.optimizer in STANDARD_OPTIMIZERS:
-        config.optimizer = "muon"
-    if layer_wise:
-        config.use_layer_wise_distributed_optimizer = True
-    return config
+def __getattr__(name: str) -> Any:
+    # earlier versions have pickled that class by this module's name
+    if name != "EmergingOptimizerConfig":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return megatron_eopt.EmergingOptimizerConfig

@@ -5,6 +5,7 @@ group ``megatron_eopt.optimizers``.
 """
 
 import functools
+import importlib
 import importlib.metadata
 import inspect
 import logging
@@ -14,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_choice
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
-from megatron_eopt.base.upstream import find_upstream
+from megatron_eopt.config.keys import ParamKey, ParamPredicate, meaning_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,11 @@ def is_our_rule(key: ParamKey) -> bool:
 
     Keys compare predicates by name only, so the function is compared too.
     """
-    rules = (is_nonlinear_or_embedding, find_upstream("_is_nonlinear_or_embedding"))
-    return key == NOT_A_MATRIX and getattr(key.predicate, "fn", None) in rules
+    if meaning_of(key) != meaning_of(NOT_A_MATRIX):
+        return False
+    function = getattr(key.predicate, "fn", None)
+    is_megatrons = getattr(function, "__module__", "").startswith("megatron.core.")
+    return function is is_nonlinear_or_embedding or is_megatrons
 
 
 def init_state(opt: Any, config: Any = None) -> None:
@@ -120,12 +123,55 @@ class EmergingOptimizerEntry:
     draws: bool = False
     """Whether a step draws random numbers; ranks with copies of a weight then draw the same."""
 
+    settings_cls: Any = None
+    """Class with the same constructor whose objects make update rules over shards of parameters; by
+    default the optimizer's own class."""
+
     def __post_init__(self) -> None:
         """Raise a ConfigurationError for a function that would not be called."""
         if self.state_layout == "matrix_update" and self.init_state_fn is not init_state:
             rule = "is not called with state_layout='matrix_update'"
             hint = "Create the state in init of the class's update rule"
             raise ConfigurationError("init_state_fn", self.init_state_fn, rule, hint)
+
+
+class LateEntry(EmergingOptimizerEntry):
+    """An entry whose class is imported when somebody asks for it.
+
+    Args:
+        path: Of the class, with its module.
+        fields: Other fields of the entry.
+    """
+
+    def __init__(self, path: str, **fields: Any) -> None:
+        self.path = path
+        super().__init__(optimizer_cls=type(None), **fields)
+        del self.optimizer_cls
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "optimizer_cls":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        module, _, cls = self.path.rpartition(".")
+        try:
+            self.optimizer_cls = getattr(importlib.import_module(module), cls)
+        except ImportError as error:
+            package = module.partition(".")[0].replace("_", "-")
+            rule = f"cannot be imported: {error}"
+            raise ConfigurationError("optimizer", cls, rule, f"Install {package}") from error
+        return self.optimizer_cls
+
+
+def arguments_cls_of(name: str) -> type:
+    """Return the class whose constructor has the arguments of the optimizer ``name``."""
+    entry = entry_of(name)
+    return entry.settings_cls or entry.optimizer_cls
+
+
+def path_of(entry: EmergingOptimizerEntry) -> str:
+    """Return the path of an entry's class, without importing it."""
+    cls = vars(entry).get("optimizer_cls")
+    own = f"{cls.__module__}.{cls.__qualname__}" if cls is not None else ""
+    return getattr(entry, "path", "") or own
 
 
 def register_optimizer(
@@ -162,7 +208,7 @@ def register_optimizer(
         hint = "Wrap it in an EmergingOptimizerEntry"
         raise ConfigurationTypeError("register_optimizer(entry)", entry, rule, hint)
     _entries[name] = entry
-    return entry.optimizer_cls
+    return None if isinstance(entry, LateEntry) else entry.optimizer_cls
 
 
 @contextmanager
@@ -235,7 +281,7 @@ def name_of_class(text: str) -> str:
 
     ``text`` is a class name in any case, as in ``type(optimizer).__name__``, or a registered name.
     """
-    classes = tuple((name, entry.optimizer_cls.__name__) for name, entry in entries().items())
+    classes = tuple((n, path_of(it).rpartition(".")[2]) for n, it in entries().items())
     return _names_by_class(classes).get(text.lower(), text)
 
 
@@ -250,7 +296,7 @@ def state_layout_of(name: str) -> StateLayoutT:
     if name in STANDARD_OPTIMIZERS:
         return "element_wise"
     entry = entry_of(name)
-    if steps_in_pieces(entry.optimizer_cls):
+    if steps_in_pieces(arguments_cls_of(name)):
         return "matrix_update"
     # a class that cannot update shards gets whole matrices, whatever it was registered as
     return "element_wise" if entry.state_layout == "element_wise" else "matrix_state"
@@ -263,15 +309,19 @@ def steps_matrices(name: str) -> bool:
 
 def is_muon(name: str) -> bool:
     """Whether the optimizer ``name`` is ``TensorParallelMuon`` or a subclass."""
-    return name not in STANDARD_OPTIMIZERS and hasattr(
-        entry_of(name).optimizer_cls, "steps_in_pieces"
-    )
+    return name not in STANDARD_OPTIMIZERS and hasattr(arguments_cls_of(name), "steps_in_pieces")
 
 
 def steps_in_pieces(cls: type) -> bool:
     """Whether a class declares that it can update shards of parameters, as our Muon does."""
     in_pieces = getattr(cls, "steps_in_pieces", None)
     return in_pieces is not None and in_pieces()
+
+
+def looks_ahead(cls: type) -> bool:
+    """Whether a class has an update rule that can compute before the gradient norm is known."""
+    rule = getattr(cls, "update_rule_class", None)
+    return rule is not None and rule.can_look_ahead()
 
 
 def optimizer_names() -> tuple[str, ...]:

@@ -8,9 +8,8 @@ from typing import Any, Literal, Self, get_args
 
 from megatron_eopt.base.errors import check_choice
 from megatron_eopt.base.names import IN_RANK_FILES, STANDARD_OPTIMIZERS
-from megatron_eopt.base.upstream import warn_of_untested_releases
 from megatron_eopt.config import checks, registry
-from megatron_eopt.config.config import EmergingOptimizerConfig, complete
+from megatron_eopt.config.config import TorchOptimizerConfig, complete
 from megatron_eopt.config.values import read_config
 from megatron_eopt.matrices import SplitT
 
@@ -67,7 +66,7 @@ class Settings(RunSettings):
 
     optimizer: str  # name of the main optimizer, without ``dist_``
     storage: StorageT
-    recommended: bool  # whether the configuration is an ``EmergingOptimizerConfig``
+    recommended: bool  # whether the configuration is an ``TorchOptimizerConfig``
     scalar: str  # name of the optimizer of parameters that the main one does not take
     splits: frozenset[SplitT] = frozenset()  # kinds of fused weights to split
     of_dtensors: bool = False  # whether the weights are FSDP's DTensors
@@ -146,7 +145,8 @@ def resolve(config: Any) -> Settings:
         check_choice("muon_scalar_optimizer", scalar, checks.CHOICES["muon_scalar_optimizer"])
     checks.check_values(config, {name, scalar})
     if config.muon_overlap_dp_comm:
-        checks.refuse_for_overlap(config, is_served=(name, storage) == ("muon", "sharded"))
+        ahead = not is_standard and registry.looks_ahead(registry.arguments_cls_of(name))
+        checks.refuse_for_overlap(config, is_served=ahead and storage == "sharded")
     splits: tuple[SplitT, ...] = get_args(SplitT.__value__)
     return Settings(
         **_of_the_run(config, original),
@@ -154,7 +154,7 @@ def resolve(config: Any) -> Settings:
         scalar=scalar,
         optimizer=name,
         storage=storage,
-        recommended=isinstance(config, EmergingOptimizerConfig),
+        recommended=isinstance(config, TorchOptimizerConfig),
         splits=frozenset(s for s in splits if getattr(config, f"muon_split_{s}")),
     )
 
@@ -174,7 +174,6 @@ def resolve_run(config: Any) -> RunSettings:
 
 
 def _of_the_run(config: Any, original: Any) -> dict[str, Any]:
-    warn_of_untested_releases()
     offloads = config.optimizer_cpu_offload
     return {
         "config": config,

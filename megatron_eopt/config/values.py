@@ -11,10 +11,9 @@ from typing import Any, get_args, get_origin
 
 import numpy as np
 import torch
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_eopt.base.errors import ConfigurationTypeError, check_choice
-from megatron_eopt.config.config import EmergingOptimizerConfig
+from megatron_eopt.config.config import TorchOptimizerConfig, is_config
 from megatron_eopt.config.fields import FieldType, field_types, type_of
 from megatron_eopt.config.retired import without_retired
 from megatron_eopt.math.coefficients import KINDS, CoefficientsLike, own_triples
@@ -54,16 +53,16 @@ def read_config(config: Any) -> Any:
     The result is ``config`` itself if they have already.
 
     Raises:
-        ConfigurationTypeError: If it is not an ``OptimizerConfig``, or a value has a wrong type.
+        ConfigurationTypeError: If it is no configuration, or a value has a wrong type.
         ConfigurationError: If a value is none of the allowed ones, or a setting is retired.
     """
-    if not isinstance(config, OptimizerConfig):
-        rule = "must be an OptimizerConfig"
-        raise ConfigurationTypeError("config", config, rule, "Pass an EmergingOptimizerConfig")
+    if not is_config(config):
+        rule = "must be an optimizer configuration"
+        raise ConfigurationTypeError("config", config, rule, "Pass a TorchOptimizerConfig")
     # an earlier version may have pickled it
     values = without_retired(vars(config))
     is_read = len(values) == len(vars(config))
-    for name, kind in _kinds_of(type(config)).items():
+    for name, kind in kinds_of(type(config)).items():
         given = values.get(name, _NO)
         if given is not _NO:
             found = read_value(name, given, kind)
@@ -88,18 +87,19 @@ def read_fields(config_cls: type, values: Mapping[str, object]) -> dict[str, Any
     return {name: read_value(name, value, kinds[name]) for name, value in values.items()}
 
 
-def _kinds_of(config_cls: type) -> Mapping[str, FieldType]:
+def kinds_of(config_cls: type) -> Mapping[str, FieldType]:
     """Return the types of a class's fields, of its base if they cannot be found out, and of ours.
 
     Callers may set our fields on megatron-core's class, too, and its fields to our values.
     """
     for cls in config_cls.__mro__:
         try:
-            own, ours = field_types(cls), field_types(EmergingOptimizerConfig)
-            return own if issubclass(cls, EmergingOptimizerConfig) else {**own, **ours}
-        except NameError:  # a local class's annotations that are strings
+            own, ours = field_types(cls), field_types(TorchOptimizerConfig)
+            return own if issubclass(cls, TorchOptimizerConfig) else {**own, **ours}
+        # a local class's annotations that are strings, or a base that is no dataclass
+        except (NameError, TypeError):
             continue
-    raise AssertionError("OptimizerConfig itself has types")
+    return field_types(TorchOptimizerConfig)
 
 
 def _bool(value: object) -> Any:

@@ -11,8 +11,10 @@ from typing import Literal, get_args
 import torch
 from torch._dynamo import trace_rules
 
+from megatron_eopt.base import gpu
 from megatron_eopt.base.errors import check_choice
 from megatron_eopt.cpu.cuda_standins import cuda_patches
+from megatron_eopt.cpu.flags import check_supported, set_defaults
 from megatron_eopt.cpu.generators import Generators
 from megatron_eopt.cpu.gloo import gloo_patches
 from megatron_eopt.cpu.hybrid import hybrid_patches
@@ -65,6 +67,7 @@ def enable() -> None:
             _UNDO.enter_context(torch.compiler.set_stance("force_eager"))
             _UNDO.callback(_GENERATORS.unite)
             _MODE.on = True
+            gpu.stand_in = gpu.StandIn(set_defaults, check_supported)
         # outside of the condition, because each thread has a stack of its own
         put_on_stack(_MODE)
 
@@ -74,6 +77,7 @@ def disable() -> None:
     with _LOCK:
         take_off_stack(_MODE)
         _MODE.on = False
+        gpu.stand_in = None
         _UNDO.close()
 
 

@@ -28,9 +28,9 @@ from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.utils._pytree import tree_map_only
 
-from megatron_eopt.base.upstream import dataset_helpers_to_skip
 from megatron_eopt.base.wrapping import Function, around
 from megatron_eopt.cpu.patches import Patch
+from megatron_eopt.megatron_core.upstream import dataset_helpers_to_skip
 
 
 def megatron_patches() -> list[Patch]:

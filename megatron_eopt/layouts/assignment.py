@@ -116,7 +116,7 @@ class _Queue:
         # The number of waves may exceed `wanted`.
         return due + 1 if due == self.wave and full else due
 
-    def take(self, cost: float, size: int, wave: int) -> None:
+    def assign(self, cost: float, size: int, wave: int) -> None:
         """Put the next matrix into a wave."""
         self.wave, self.held = wave, size + (self.held if wave == self.wave else 0)
         self.done += cost
@@ -153,7 +153,7 @@ def plan_waves(
         # ranks that share a matrix compute it in the same wave: the latest that suits one of them
         numbers[i] = max(queue.due(costs[i], sizes[i], wanted, max_bytes) for queue in team_queues)
         for queue in team_queues:
-            queue.take(costs[i], sizes[i], numbers[i])
+            queue.assign(costs[i], sizes[i], numbers[i])
     order = sorted(range(len(sizes)), key=lambda i: (numbers[i], -costs[i], i))
     return [list(wave) for _, wave in groupby(order, key=numbers.__getitem__)]
 

@@ -22,7 +22,6 @@ from megatron_eopt.base import gpu
 from megatron_eopt.base.agreement import is_rank_0
 from megatron_eopt.base.errors import ConfigurationError, check_choice
 from megatron_eopt.base.kernels import SWITCH, Family, is_on
-from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.math.algorithm import AlgorithmT, IterationPlan
 from megatron_eopt.math.coefficients import Triple
 from megatron_eopt.math.newton_schulz import normalize
@@ -79,6 +78,9 @@ def _one_by_one(compute: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor
     return torch.stack([compute(matrix) for matrix in matrices])
 
 
+_MUON_UTILS = "emerging_optimizers.orthogonalized_optimizers.muon_utils"
+
+
 def _emerging_optimizers() -> Backend:
     """Return emerging-optimizers' own iteration, for updates equal to Megatron's bit for bit.
 
@@ -89,7 +91,7 @@ def _emerging_optimizers() -> Backend:
         wide: Tensor, schedule: tuple[Triple, ...], plan: IterationPlan, eps: float
     ) -> Tensor:
         iterate = partial(
-            require_upstream("newton_schulz"),
+            import_module(_MUON_UTILS).newton_schulz,
             steps=len(schedule),
             coefficient_type="custom",
             custom_coefficient_sets=list(schedule),

@@ -1,12 +1,12 @@
 """Coefficient schedules of the quintic Newton-Schulz iteration ``X <- (a I + b A + c A^2) X``.
 
-``A = X X^T`` is the Gram matrix of the current iterate. The sets come from emerging-optimizers,
-which cites their sources.
+``A = X X^T`` is the Gram matrix of the current iterate.
 """
 
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain, cycle, islice, repeat
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from megatron_eopt.base.errors import (
     check_choice,
     check_integer,
 )
-from megatron_eopt.base.upstream import require_upstream
 
 Triple = tuple[float, float, float]
 """Coefficients ``(a, b, c)`` of one step."""
@@ -24,8 +23,48 @@ Triple = tuple[float, float, float]
 type CoefficientsLike = str | Sequence[float] | Sequence[Sequence[float]]
 """Name of a coefficient set, your own triple for all steps, or several, which steps use in turn."""
 
-# Sets that emerging-optimizers' iteration extends by their last triple; it cycles the others.
+_SETS: dict[str, tuple[Triple, ...]] = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "polar_express": (
+        (8.2051, -22.9019, 16.4607),
+        (4.0664, -2.8612, 0.5184),
+        (3.9096, -2.8234, 0.5250),
+        (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985),
+        (1.8726, -1.2307, 0.3585),
+        (1.8564, -1.2132, 0.3568),
+        (1.8750, -1.2500, 0.3750),
+    ),
+    "cans": (
+        (8.4703, -25.1081, 18.6293),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ),
+    "aol": (
+        (4.0098, -7.0585, 2.4635),
+        (3.4585, -5.5479, 2.5959),
+        (2.7573, -3.2939, 1.4254),
+        (2.7215, -3.0494, 1.3169),
+    ),
+    "deepseekv4": (*[(3.4445, -4.7750, 2.0315)] * 8, *[(2.0, -1.5, 0.5)] * 2),
+}
+"""The sets of emerging-optimizers, by the names that they have there.
+
+They come from Keller Jordan's Muon (simple, quintic), arXiv:2505.16932 (polar_express, each divided
+by a power of 1.01), arXiv:2506.10935 (cans), flash-newton-schulz (aol) and DeepSeek-V4.
+"""
+
 _REPEAT_LAST = ("polar_express", "cans", "deepseekv4")
+"""Sets that a longer iteration extends by their last triple; it begins the others again."""
 
 KINDS = "the name of a set, or triples of numbers", "Give (a, b, c), or a list of such triples"
 """What coefficients must be, and what to do, for errors."""
@@ -43,14 +82,13 @@ _MOST_STEPS = 1000  # a larger number must be a typing error
 
 
 def coefficient_names() -> tuple[str, ...]:
-    """Return the names of emerging-optimizers' coefficient sets."""
-    return tuple(require_upstream("_COEFFICIENT_SETS"))
+    """Return the names of the coefficient sets."""
+    return tuple(_SETS)
 
 
 def table(name: str) -> tuple[Triple, ...]:
     """Return the triples of a named set, without repetition."""
-    rows = require_upstream("_COEFFICIENT_SETS")[name]
-    return tuple((float(a), float(b), float(c)) for a, b, c in rows)
+    return _SETS[name]
 
 
 def own_triples(coefficients: object) -> tuple[Triple, ...] | None:
@@ -84,12 +122,11 @@ def resolve_coefficients(coefficients: CoefficientsLike, steps: int) -> tuple[Tr
     check_integer("steps", steps, at_most=_MOST_STEPS)
     if isinstance(coefficients, str):
         check_choice("coefficients", coefficients, coefficient_names())
-        mode = "repeat_last" if coefficients in _REPEAT_LAST else "cycle"
-        return _schedule(table(coefficients), steps, mode)
+        return _schedule(table(coefficients), steps, repeats_last=coefficients in _REPEAT_LAST)
     triples = own_triples(coefficients)
     if triples is None:
         raise ConfigurationTypeError("coefficients", coefficients, f"must be {KINDS[0]}", KINDS[1])
-    schedule = _schedule(triples, steps, "cycle")
+    schedule = _schedule(triples, steps)
     worst = largest(schedule, _FLOAT32_ROUNDING)
     # written so that nan is an error, too
     if not worst <= DIVERGED:
@@ -104,9 +141,11 @@ def resolve_coefficients(coefficients: CoefficientsLike, steps: int) -> tuple[Tr
     return schedule
 
 
-def _schedule(triples: tuple[Triple, ...], steps: int, mode: str) -> tuple[Triple, ...]:
-    # upstream's own rule of repetition, so that names mean the same in both packages
-    return tuple(require_upstream("get_coefficient_iterator")(steps, triples, mode=mode))
+def _schedule(
+    triples: tuple[Triple, ...], steps: int, *, repeats_last: bool = False
+) -> tuple[Triple, ...]:
+    more = repeat(triples[-1]) if repeats_last else cycle(triples)
+    return tuple(islice(chain(triples, more), steps))
 
 
 def response(triples: Sequence[Triple], sigma: float) -> float:

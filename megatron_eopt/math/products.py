@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.kernels import Family
@@ -141,9 +140,12 @@ def _quack_serves(*operands: Tensor | None) -> bool:
     )
 
 
-@register_flop_formula(torch.ops.megatron_eopt.multiply, get_raw=True)  # type: ignore[untyped-decorator]
-def _flops(left: Tensor, right: Tensor, *args: Any, **_: Any) -> int:
-    """Return the operations for the entries that are computed, not mirrored."""
+def flops_of_multiply(left: Tensor, right: Tensor, *args: Any, **_: Any) -> int:
+    """Return the operations of :func:`multiply` for entries that are computed, not mirrored.
+
+    Who counts operations registers this as torch's formula (``torch.utils.flop_counter``). It is
+    not registered here, since that module imports Triton.
+    """
     m, n, symmetric = left.shape[-2], right.shape[-1], args[5]
     return left.numel() * (m + 1 if symmetric else 2 * n)
 

@@ -18,9 +18,9 @@ Note [Sections, fields, parts]
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError, check_integer
@@ -195,13 +195,17 @@ def checked_shape(shape: Iterable[int]) -> tuple[int, ...]:
     return sizes
 
 
-def whole(shape: tuple[int, ...]) -> Split:
+def whole(shape: Sequence[int]) -> Split:
     """Return the split of a plain weight: one matrix, or one per expert.
 
     Raises:
         ConfigurationError: If ``shape`` has fewer than two dimensions.
     """
-    shape = checked_shape(shape)
+    return _whole(checked_shape(shape))
+
+
+@lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> Split:
     kind = "experts" if len(shape) == 3 else "whole"
     return Split(kind, shape, (Section((Field("weight", shape[-2]),)),))
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from megatron_eopt import emerging_optimizers, muon
 from megatron_eopt.arguments import config_from_args
-from megatron_eopt.base.upstream import (
+from megatron_eopt.checkpoint.trainer import Rebindings, trainer_rebindings, wrapped
+from megatron_eopt.megatron_core.upstream import (
     dataset_helpers_to_skip,
     find_upstream,
     owner_of,
     require_upstream,
 )
-from megatron_eopt.checkpoint.trainer import Rebindings, trainer_rebindings, wrapped
 from megatron_eopt.megatron_lm import trainer
 from megatron_eopt.megatron_lm.log import TrainingLog
 from megatron_eopt.qk_clip import clip_qk

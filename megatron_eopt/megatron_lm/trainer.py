@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 from megatron.core import datasets
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_eopt import cpu
 from megatron_eopt.arguments import add_arguments as _extend_parser
+from megatron_eopt.base import gpu
 from megatron_eopt.base.errors import ConfigurationError, did_you_mean
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.wrapping import Function, around
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     On the CPU back end, flags get defaults that work there.
     """
-    if cpu.is_enabled():
-        cpu.set_defaults(parser)
+    if gpu.stand_in is not None:
+        gpu.stand_in.set_defaults(parser)
     return _extended(parser)
 
 
@@ -97,8 +97,10 @@ def with_our_flags(
     """
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        if cpu.is_enabled():
-            cpu.set_defaults(parser)  # first, so that the script's defaults take precedence
+        if gpu.stand_in is not None:
+            gpu.stand_in.set_defaults(
+                parser
+            )  # first, so that the script's defaults take precedence
         if extra_args_provider is not None:
             parser = extra_args_provider(parser)
         # a script that adds our flags was written for our defaults, and others for Megatron's
@@ -110,8 +112,8 @@ def with_our_flags(
 
     with _of_all_ranks():
         args: argparse.Namespace = original(provider, ignore_unknown_args)
-        if cpu.is_enabled():
-            cpu.check_supported(args)
+        if gpu.stand_in is not None:
+            gpu.stand_in.check_supported(args)
     return args
 
 
@@ -188,7 +190,7 @@ def _check_persistent_worker(args: argparse.Namespace) -> None:
     """
     persistent = getattr(args, "use_persistent_ckpt_worker", False)
     # the CPU back end copies everything
-    on_gpu = not cpu.is_enabled()
+    on_gpu = gpu.stand_in is None
     if on_gpu and args.optimizer_cpu_offload and getattr(args, "async_save", False) and persistent:
         rule = "would write off-loaded state while training changes it (--async-save)"
         hint = "Leave out --async-save to save synchronously"

@@ -57,7 +57,7 @@ class AdaptiveMuonRule(MuonRule):
             for shard, shapes in zip(shards, self.shapes, strict=True)
         ]
         if optimizer.bias_correction:
-            self._counts_steps = True
+            self.counts_steps = True
             self.optional_state -= {STEP}
         # statistics are taken of orthogonal factors, which are scaled after
         self._scales_of = lambda shape: ()

@@ -63,7 +63,7 @@ class AssignedRule:
         """Provide what the update rule works on: groups of this rank's tensors, and their state."""
         if self.rule.counts_matrices:
             # users do not find the state of whole matrices by parameters
-            self._take_up_state()
+            self._follow_state()
         groups, state = self.groups(), self.optimizer.state
         if self._lender is None:
             yield groups, state
@@ -75,7 +75,7 @@ class AssignedRule:
                 # some optimizers count steps in their groups, which are copies here
                 group.update({key: value for key, value in part.items() if key != "params"})
 
-    def _take_up_state(self) -> None:
+    def _follow_state(self) -> None:
         """Let the update rule know what users have cleared or replaced in the state."""
         before, state = self.rule.owned_state, self.optimizer.state
         now = {param: state[param] for param in before}

@@ -5,29 +5,38 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
-from emerging_optimizers import (
-    psgd,  # noqa: F401  importing a package registers its optimizers
-    riemannian_optimizers,  # noqa: F401
-    scalar_optimizers,  # noqa: F401
-    soap,  # noqa: F401
-)
-from emerging_optimizers import registry as emerging_registry
-from emerging_optimizers.orthogonalized_optimizers import Muon
 
 from megatron_eopt.config.arguments import muon_family_kwargs
-from megatron_eopt.config.config_file import (
-    load_optimizer_config,  # noqa: F401  re-exported here, since it needs all optimizers
-)
-from megatron_eopt.config.registry import init_state, is_registered, register_optimizer
+from megatron_eopt.config.registry import LateEntry, init_state, register_optimizer
 from megatron_eopt.matrices import SplitT
-from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
-from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.adaptive_settings import AdaptiveMuonSettings
+from megatron_eopt.optimizers.muon_settings import MuonSettings
 from megatron_eopt.optimizers.update_rule import empty_states, zeros
 
 _ELEMENT_WISE = frozenset({"lion", "laprop"})
 
-# optimizers that draw random numbers in a step
+_VARIANTS_OF_MUON = frozenset({"muon_hyperball", "sinkhorn_muon"})
+"""Those of emerging-optimizers that read Muon's settings."""
+
 _DRAWS = frozenset({"psgd_pro"})
+"""Optimizers that draw random numbers in a step."""
+
+_CLASSES = {
+    "laprop": "scalar_optimizers.laprop.LaProp",
+    "lion": "scalar_optimizers.lion.Lion",
+    "mop": "orthogonalized_optimizers.mop.MOP",
+    "muon_hyperball": "orthogonalized_optimizers.muon_hyperball.MuonHyperball",
+    "polargrad": "orthogonalized_optimizers.polargrad.PolarGrad",
+    "scion": "orthogonalized_optimizers.scion.Scion",
+    "sinkhorn_muon": "orthogonalized_optimizers.sinkhorn_muon.SinkhornMuon",
+    "spel": "orthogonalized_optimizers.spel.Spel",
+    "soap": "soap.soap.SOAP",
+    "rekls": "soap.rekls.REKLS",
+    "psgd_pro": "psgd.psgd.PSGDPro",
+    "oblique_sgd": "riemannian_optimizers.normalized_optimizer.ObliqueSGD",
+    "oblique_adam": "riemannian_optimizers.normalized_optimizer.ObliqueAdam",
+}
+"""The other classes of emerging-optimizers, which are imported when they are chosen."""
 
 _FACTORY_FIELDS = frozenset(
     {"muon_scalar_optimizer", "muon_skip_grad_clip"}
@@ -72,28 +81,33 @@ _OF_MUON = {
     "muon": {"muon_max_ranks_per_matrix", "muon_overlap_dp_comm"},
     "adaptive_muon": set[str](),
 }
-for _name, _cls in (("muon", TensorParallelMuon), ("adaptive_muon", TensorParallelAdaptiveMuon)):
+for _name, _settings_cls, _class in (
+    ("muon", MuonSettings, "muon.TensorParallelMuon"),
+    ("adaptive_muon", AdaptiveMuonSettings, "adaptive_muon.TensorParallelAdaptiveMuon"),
+):
     _prefixes = tuple(dict.fromkeys((_name, "muon")))
     register_optimizer(
         _name,
-        _cls,
-        config_to_kwargs=functools.partial(muon_family_kwargs, _cls, _prefixes),
-        state_layout="matrix_update",
-        prefixes=_prefixes,
-        consumes=_FACTORY_FIELDS | _OF_MUON[_name],
+        LateEntry(
+            f"{__package__}.{_class}",
+            settings_cls=_settings_cls,
+            config_to_kwargs=functools.partial(muon_family_kwargs, _settings_cls, _prefixes),
+            state_layout="matrix_update",
+            prefixes=_prefixes,
+            consumes=_FACTORY_FIELDS | _OF_MUON[_name],
+        ),
     )
-# emerging-optimizers has `muon` and `adaptive_muon`, too; those above take precedence
-for _name in emerging_registry.get_optimizer_name_list():
-    if not is_registered(_name):
-        _cls = emerging_registry.get_optimizer_cls(_name)
-        _is_muon = issubclass(_cls, Muon)
-        register_optimizer(
-            _name,
-            _cls,
+for _name, _class in _CLASSES.items():
+    _is_muon = _name in _VARIANTS_OF_MUON
+    register_optimizer(
+        _name,
+        LateEntry(
+            f"emerging_optimizers.{_class}",
             init_state_fn=_INITIALIZERS.get(_name, init_state),
             # matrix_state also fits optimizers of which only the update needs a whole matrix
             state_layout="element_wise" if _name in _ELEMENT_WISE else "matrix_state",
             prefixes=(_name, "muon") if _is_muon else (_name,),
             consumes=_FACTORY_FIELDS if _is_muon else frozenset(),
             draws=_name in _DRAWS,
-        )
+        ),
+    )

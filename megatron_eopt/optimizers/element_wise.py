@@ -18,6 +18,7 @@ from megatron_eopt.base.names import (
 from megatron_eopt.base.nested_state import by_rows, leaves
 from megatron_eopt.math.passes import adam_
 from megatron_eopt.optimizers.host_memory import HostMemory
+from megatron_eopt.optimizers.plain_optimizer import PlainOptimizer
 from megatron_eopt.optimizers.update_rule import (
     InitState,
     ParamGroup,
@@ -30,7 +31,7 @@ from megatron_eopt.optimizers.update_rule import (
     set_step,
     step_inside,
 )
-from megatron_eopt.storage.interface import model_copies_of
+from megatron_eopt.storage.model_copies import model_copies_of
 from megatron_eopt.storage.shard import ParamShard
 
 # packages whose fused Adam has one step count for each group, not one for each parameter
@@ -39,7 +40,7 @@ _COUNT_IN_GROUPS = ("transformer_engine", "apex")
 _MAXIMA = "max_exp_avg_sq"
 
 
-class _InOnePass(torch.optim.Adam):
+class _InOnePass(PlainOptimizer, torch.optim.Adam):
     """Works as torch's Adam with ``fused=True``; can scale gradients, see Note [Gradient scale].
 
     With ``cautious_weight_decay``, weights decay as Note [Cautious weight decay] of
@@ -95,7 +96,8 @@ class ElementWiseRule(UpdateRule):
         config: Any,
         shards: Sequence[ParamShard],
     ) -> None:
-        super().__init__(type(optimizer).__name__, shards)
+        # equal on all ranks: one without matrices has this rule in place of Muon's
+        super().__init__(getattr(optimizer, "called", type(optimizer).__name__), shards)
         self._optimizer: Any = optimizer
         self.one_pass = optimizer if isinstance(optimizer, _InOnePass) else None
         self.fuses_grad_scale = self.fits_beside = self.one_pass is not None

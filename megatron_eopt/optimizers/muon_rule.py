@@ -30,11 +30,12 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.passes import empty_sums, momentum_update_, update_
-from megatron_eopt.optimizers.exchange import ExchangeConfig, MatrixExchange, ParamWithGrad
+from megatron_eopt.optimizers.exchange import ExchangeConfig, ParamWithGrad
 from megatron_eopt.optimizers.momentum import RoundedMomentum
 from megatron_eopt.optimizers.recorder import ORTHOGONALIZATION
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
-from megatron_eopt.storage.interface import model_copies_of
+from megatron_eopt.optimizers.windows import Ahead, Window, windows_over
+from megatron_eopt.storage.model_copies import model_copies_of
 from megatron_eopt.storage.shard import ParamShard
 
 logger = logging.getLogger(__name__)
@@ -64,21 +65,25 @@ class MuonRule(UpdateRule):
     # whether the `_update` of this class takes slabs of a matrix that several ranks share, by
     # `reduce`; a class that overrides it and does not say so gets whole matrices
     takes_slabs = True
+    # whether the `_directions` of this class depend on gradients, momenta, counts and settings of
+    # groups alone, and write momenta alone; see Note [Look ahead, then commit] of windows.py. Of a
+    # class that overrides it and does not say so, or overrides `_run`, nothing is computed ahead
+    looks_ahead = True
+    counts_steps = False  # whether each parameter's steps are counted, under ``step`` in its state
 
     def __init__(
         self, optimizer: Any, shards: Sequence[ParamShard], exchange_config: ExchangeConfig
     ) -> None:
-        super().__init__(type(optimizer).__name__, shards)
-        # what a base class says holds for its own method only
-        home = next(cls for cls in type(self).__mro__ if MuonRule._update.__name__ in vars(cls))
-        if not vars(home).get("takes_slabs", False):
+        super().__init__(optimizer.called, shards)
+        if not self._says("takes_slabs", MuonRule._update):
             exchange_config = replace(exchange_config, whole_only=True)
         self.optimizer = optimizer
         self._scales_of: Callable[[tuple[int, int]], tuple[float, ...]] = functools.cache(
             optimizer.orthogonalization.scales
         )
-        self.exchanges = self._exchanges(exchange_config)
-        self.exchange = self.exchanges[0]
+        self.windows = windows_over(self.shards, self._update, exchange_config)
+        self.exchanges = [window.exchange for window in self.windows]
+        self.exchange = self.exchanges[0]  # of the window that is stepped, or computed ahead
         self.rounding: RoundedMomentum | None = None  # stores momentum in fewer bits
         if optimizer.momentum_dtype != "fp32":
             self.rounding = RoundedMomentum(
@@ -90,7 +95,7 @@ class MuonRule(UpdateRule):
                 text = "%s overrides _directions. With muon_momentum_dtype=%r, only MuonRule's own "
                 text += "reads and writes momenta as they are stored: call it by super()"
                 logger.warning(text, type(self).__name__, optimizer.momentum_dtype)
-        self._counts_steps = self.rounding is not None
+        self.counts_steps = self.counts_steps or self.rounding is not None
         # sums of squares of directions, by the number of the one matrix of their parameter
         self.squares: dict[int, Tensor] = {}
 
@@ -104,9 +109,19 @@ class MuonRule(UpdateRule):
             for shard in self.shards
         ]
 
-    def _exchanges(self, exchange_config: ExchangeConfig) -> list[MatrixExchange]:
-        """Return what computes the shards' matrices."""
-        return [MatrixExchange(self.shards, self._update, exchange_config)]
+    @classmethod
+    def _says(cls, name: str, method: Callable[..., Any]) -> bool:
+        """Whether the class that a method comes from says something of it.
+
+        What a base class says holds for its own method only.
+        """
+        home = next(base for base in cls.__mro__ if method.__name__ in vars(base))
+        return bool(vars(home).get(name, False))
+
+    @classmethod
+    def can_look_ahead(cls) -> bool:
+        """Whether updates can be computed before the gradient norm is known."""
+        return cls._run is MuonRule._run and cls._says("looks_ahead", MuonRule._directions)
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield communication buffers and index tensors, which live between steps."""
@@ -121,7 +136,7 @@ class MuonRule(UpdateRule):
                 self.rounding.make(number, state[param], param)
             elif MOMENTUM not in state[param]:
                 state[param][MOMENTUM] = torch.zeros_like(param, requires_grad=False)
-            if self._counts_steps:
+            if self.counts_steps:
                 zero = torch.zeros((), dtype=torch.float32, device=self._device_of_counts)
                 state[param][STEP] = state[param].setdefault(STEP, zero).to(zero.device)
 
@@ -175,23 +190,118 @@ class MuonRule(UpdateRule):
         return kind != MOMENTUM_SCALE and super().is_sharded_like_param(kind, value)
 
     @torch.no_grad()
-    def step(self, groups: Sequence[ParamGroup], state: State) -> None:
-        """Update the parameters of ``groups``; collective."""
-        items = self.with_grads(groups, state)
-        # in a group, a rank without gradients still takes part in the all-to-alls
-        if self.exchange.ranks.group is None and not items:
-            return
-        if self._counts_steps and items:
-            counts = [item.state[STEP] for item in items.values()]
-            increment = torch.ones_like(counts[0])
-            if self.grad_scale is not None:
-                # whether the step is skipped may be known on the device only
-                increment = (~self.grad_scale.isnan()).to(increment)
-            torch._foreach_add_(counts, [increment] * len(counts))
-        self._run(items, groups)
+    def step(
+        self, groups: Sequence[ParamGroup], state: State, windows: Sequence[Window] | None = None
+    ) -> None:
+        """Update the parameters of ``groups``, or of some windows; collective.
 
-    def with_grads(self, groups: Sequence[ParamGroup], state: State) -> dict[int, ParamWithGrad]:
-        """Return the parameters that have a gradient, by the number of their shards."""
+        Updates that were computed ahead are applied if they are valid.
+        """
+        for window in self.windows if windows is None else windows:
+            items = self.with_grads(groups, state, window)
+            ahead, window.ahead = window.ahead, None
+            # in a group, a rank without gradients still takes part in the all-to-alls
+            if self.exchange.ranks.group is None and not items:
+                continue
+            if self.counts_steps and items:
+                self._count(items)
+            if ahead is None or ahead.settings != self._settings(groups):
+                self._run(items, groups)
+            else:
+                self._commit(items, ahead.updates)
+
+    def _count(self, items: Mapping[int, ParamWithGrad]) -> None:
+        """Count a step of some parameters, before it writes anything else."""
+        counts = [item.state[STEP] for item in items.values()]
+        increment = torch.ones_like(counts[0])
+        if self.grad_scale is not None:
+            # whether the step is skipped may be known on the device only
+            increment = (~self.grad_scale.isnan()).to(increment)
+        torch._foreach_add_(counts, [increment] * len(counts))
+
+    @torch.no_grad()
+    def compute_ahead(self, window: Window, groups: Sequence[ParamGroup], state: State) -> None:
+        """Compute a window's updates from its gradients, and write nothing; collective."""
+        # the norm is not known yet: if it asks for clipping, the updates are dropped
+        self.scale_gradients(None)
+        items = self.with_grads(groups, state, window)
+        read = list(items.values())
+        versions, norms = self._read(read)
+        updates: dict[int, Tensor] = {}
+
+        def directions(
+            members: Mapping[int, ParamWithGrad],
+            arriving: Sequence[int],
+            outs: Mapping[int, Tensor] | None,
+        ) -> Mapping[int, Tensor]:
+            # into copies: the step itself will do the same to the state
+            copies = {n: replace(it, state=self._as_stepped(it)) for n, it in members.items()}
+            return self._directions(copies, arriving, outs)
+
+        self.exchange.run(items, directions, lambda _, results: updates.update(results), keep=True)
+        window.ahead = Ahead(updates, self._settings(groups), read, versions, norms)
+
+    def _as_stepped(self, item: ParamWithGrad) -> dict[str, Any]:
+        """Return a copy of a state for directions to write to, with the step counted."""
+        copied = {**item.state, MOMENTUM: item.state[MOMENTUM].clone()}
+        return copied | {STEP: item.state[STEP] + 1} if self.counts_steps else copied
+
+    def _commit(self, items: Mapping[int, ParamWithGrad], updates: Mapping[int, Tensor]) -> None:
+        """Write what was computed ahead."""
+        if type(self)._directions is MuonRule._directions:
+            # without Nesterov, no direction is written
+            momenta = {number: item.state[MOMENTUM] for number, item in items.items()}
+            self._momentum_update(items, momenta, None, nesterov=False)
+        else:
+            self._directions(items, (), None)
+        self._apply(list(items.values()), updates)
+
+    def unchanged(self) -> Tensor | None:
+        """Return, on the device, whether what was read ahead is the same; None if nothing was."""
+        same = []
+        for ahead in (window.ahead for window in self.windows):
+            if ahead is not None and ahead.items:
+                versions, norms = self._read(ahead.items)
+                equal = torch.stack(norms) == torch.stack(ahead.norms)
+                same.append(equal.all() & (versions == ahead.versions))
+        return torch.stack(same).all() if same else None
+
+    def forget(self) -> None:
+        """Drop the updates that were computed ahead."""
+        for window in self.windows:
+            window.ahead = None
+
+    def _settings(self, groups: Sequence[ParamGroup]) -> list[Any]:
+        """Return the settings that directions depend on."""
+        if type(self)._directions is not MuonRule._directions:
+            left_out = ("params", "lr")
+            return [{k: v for k, v in group.items() if k not in left_out} for group in groups]
+        is_l2 = self.optimizer.weight_decay_method == "l2"
+        return [(group["momentum"], is_l2 and group["weight_decay"]) for group in groups]
+
+    def _read(self, items: Sequence[ParamWithGrad]) -> tuple[list[int], list[Tensor]]:
+        """Return versions and norms of the tensors that directions depend on.
+
+        Versions count writes, but not those by ``tensor.data``. Gradients have none of their own,
+        because they are views of a buffer that also gets other gradients.
+        """
+        params = [item.param for item in items]
+        # nan for a gradient that is gone, because it is unequal to every norm
+        grads = [p.new_full((), torch.nan) if p.grad is None else p.grad for p in params]
+        tensors = [item.state[MOMENTUM] for item in items]
+        if self.optimizer.weight_decay_method == "l2":
+            tensors += params
+        norms = list(torch._foreach_norm([*grads, *tensors])) if items else []
+        return [tensor._version for tensor in tensors], norms
+
+    def with_grads(
+        self, groups: Sequence[ParamGroup], state: State, window: Window
+    ) -> dict[int, ParamWithGrad]:
+        """Return a window's parameters with a gradient, by the number of their shards.
+
+        Its exchange becomes the current one.
+        """
+        self.exchange = window.exchange
         items = {}
         for group, param, number in self.numbered(groups):
             if MOMENTUM not in state[param]:
@@ -199,15 +309,9 @@ class MuonRule(UpdateRule):
                 self.init(groups, state)
             if param.grad is not None:
                 items[number] = ParamWithGrad(number, group, param, state[param])
-        return items
-
-    def look_ahead(
-        self, items: Mapping[int, ParamWithGrad], outs: Mapping[int, Tensor]
-    ) -> dict[int, Tensor]:
-        """Return directions, as they are sent; the state stays."""
-        # into copies: the step itself will do the same to the state
-        momenta = {n: kept.clone() for n, kept in self._momenta(items).items()}
-        return self._momentum_update(items, momenta, outs, self.optimizer.nesterov)
+        # in the order of the groups, or of the window's shards
+        is_whole = len(self.windows) == 1
+        return items if is_whole else {n: items[n] for n in window.members if n in items}
 
     def _run(self, items: Mapping[int, ParamWithGrad], groups: Sequence[ParamGroup]) -> None:
         """Update parameters; a hook for subclasses, around all waves."""
@@ -227,18 +331,18 @@ class MuonRule(UpdateRule):
             outs: Flat memory for some of the directions, which may stay unused. With None,
                 directions keep the momentum's dtype; otherwise they are rounded as they are sent.
         """
-        momenta = self._momenta(items)
+        # those in the state, unless it rounds them
+        momenta = {
+            number: item.state[MOMENTUM]
+            if self.rounding is None
+            else self.rounding.read(number, item.state)
+            for number, item in items.items()
+        }
         directions = self._momentum_update(items, momenta, outs, self.optimizer.nesterov)
         if self.rounding is not None:
             new = {n: (item.state, momenta[n]) for n, item in items.items()}
             self.rounding.write(arriving, new)
         return directions
-
-    def _momenta(self, items: Mapping[int, ParamWithGrad]) -> dict[int, Tensor]:
-        """Return momenta by the number of the shard: those in the state, unless it rounds them."""
-        if self.rounding is None:
-            return {n: item.state[MOMENTUM] for n, item in items.items()}
-        return {n: self.rounding.read(n, item.state) for n, item in items.items()}
 
     def _momentum_update(
         self,

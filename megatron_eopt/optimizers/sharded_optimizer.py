@@ -17,6 +17,7 @@ from megatron_eopt.base.errors import ConfigurationError, refuse_deepspeed
 from megatron_eopt.base.gpu import SideStream
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.host_memory import OffloadSettings
+from megatron_eopt.optimizers.plain_optimizer import PlainOptimizer
 from megatron_eopt.optimizers.update_rule import (
     ParamGroup,
     UpdateRule,
@@ -31,10 +32,10 @@ type Served = Sequence[tuple[UpdateRule, slice]]
 """Each update rule with the slice of groups that it updates."""
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(PlainOptimizer):
     """Steps update rules, in one order on all ranks; Megatron's wrappers may wrap it.
 
-    If Megatron's wrapper replaces parameters, :meth:`Storage.serve` follows. Then call
+    If Megatron's wrapper replaces parameters, its ``set_assigned`` follows. Then call
     :meth:`init_state`.
 
     Args:
@@ -118,7 +119,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         owned = [key for key in self.state if id(key) not in members]
         hidden = {key: self.state.pop(key) for key in owned}
         try:
-            return super().state_dict()
+            result: dict[str, Any] = super().state_dict()
+            return result
         finally:
             self.state.update(hidden)
 
@@ -141,7 +143,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         An override of ``step`` calls this, because ``super().step`` would run the hooks twice.
         """
-        self._take_up_groups()
+        self._follow_groups()
         for rule in self.update_rules:
             rule.check_shapes()
         # Adam's passes are limited by memory and Muon's products by arithmetic, so together they
@@ -158,7 +160,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # what follows on the current stream reads all weights
         self._side.join()
 
-    def _take_up_groups(self) -> None:
+    def _follow_groups(self) -> None:
         """Let update rules know where users have moved parameters in the groups.
 
         Raises:

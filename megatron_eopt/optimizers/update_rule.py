@@ -258,7 +258,9 @@ def check_may_step(optimizer: Any) -> None:
         rule = "an optimizer that was built later owns some of its parameters"
         hint = "Use the later one, or freeze the other's parameters while each is built"
         raise ConfigurationError("optimizer.step", type(optimizer).__name__, rule, hint)
-    check_rates(optimizer.param_groups, "Set lr in the configuration, or step a scheduler first")
+    for group in optimizer.param_groups:
+        if group.get("lr", 0.0) is None:
+            check_rates([group], "Set lr in the configuration, or step a scheduler first")
 
 
 def check_rates(groups: Iterable[ParamGroup], hint: str) -> None:
@@ -296,19 +298,15 @@ def set_step(state: dict[str, Any], steps: int) -> None:
         state[STEP] = steps
 
 
-def step_inside(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer as a part of another one's step.
+def step_inside(optimizer: torch.optim.Optimizer, *, as_class: bool = False) -> None:
+    """Step an optimizer as a part of another one's step, with its own hooks.
 
-    torch's global hooks and profilers, which count steps, see only the other one's.
+    torch's global hooks and profilers, which count steps, see only the other one's. ``as_class``
+    passes over a method ``step`` that the object has itself.
     """
-    if "step" in vars(optimizer):
+    if "step" in vars(optimizer) and not as_class:
         optimizer.step()
-    else:
-        step_as_class(optimizer)
-
-
-def step_as_class(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer by its class's method, with its own hooks and without global ones."""
+        return
     step = type(optimizer).step
     for before in optimizer._optimizer_step_pre_hooks.values():
         before(optimizer, (optimizer,), {})

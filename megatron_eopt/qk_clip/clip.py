@@ -11,9 +11,9 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_eopt.base.address import address_of
+from megatron_eopt.megatron_core.process_groups import process_groups
 from megatron_eopt.qk_clip.attention import attentions, projections
 from megatron_eopt.storage.local_tensors import local_of
-from megatron_eopt.storage.process_groups import process_groups
 
 _CHAINS: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()
 

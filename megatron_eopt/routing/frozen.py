@@ -7,7 +7,8 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import nn
 
-from megatron_eopt.routing.plain_names import joined, paths_of
+from megatron_eopt.routing.places import ModelWalk
+from megatron_eopt.routing.plain_names import joined
 
 logger = logging.getLogger(__name__)
 
@@ -16,27 +17,25 @@ class Frozen:
     """Notices parameters that are unfrozen after the optimizer was built.
 
     Several optimizers may share a model, each built while the others' parameters are frozen; what
-    one of them updates is no news. ``model_chunks`` are not kept alive.
+    one of them updates is no news. The model is not kept alive.
     """
 
     _of_optimizers: ClassVar["WeakSet[Frozen]"] = WeakSet()
 
-    def __init__(self, model_chunks: Iterable[Any]) -> None:
-        chunks = [chunk for chunk in model_chunks if isinstance(chunk, nn.Module)]
+    def __init__(self, walks: Iterable[ModelWalk]) -> None:
         # by module and name, because FSDP replaces parameters by other objects
         self._updated: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
         # those that were frozen, with names and modules
         self.params: list[tuple[str, ref[nn.Module], str, ref[nn.Parameter]]] = []
-        for modules in (dict(chunk.named_modules()) for chunk in chunks):
+        for walk in walks:
             frozen = []
-            for path, module in modules.items():
+            for path, module in walk.modules.items():
                 named = [(leaf, p) for leaf, p in module._parameters.items() if p is not None]
                 if trained := {leaf for leaf, param in named if param.requires_grad}:
                     self._updated[module] = trained
                 frozen += [(path, module, *item) for item in named if item[0] not in trained]
-            paths = paths_of(modules) if frozen else {}
             self.params += [
-                (joined(paths[path].plain, leaf), ref(module), leaf, ref(param))
+                (joined(walk.paths[path], leaf), ref(module), leaf, ref(param))
                 for path, module, leaf, param in frozen
             ]
         Frozen._of_optimizers.add(self)

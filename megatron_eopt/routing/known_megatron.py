@@ -9,14 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron.core.ssm.mamba_mixer import MambaMixer
-from megatron.core.transformer.attention import CrossAttention, SelfAttention
-from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.experts import TEGroupedMLP
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import nn
 
-from megatron_eopt.base.upstream import find_upstream
 from megatron_eopt.config.arguments import qkv_split_shapes
 from megatron_eopt.matrices import (
     Field,
@@ -29,6 +23,7 @@ from megatron_eopt.matrices import (
     qkv,
     side_by_side,
 )
+from megatron_eopt.routing.plain_names import is_a
 
 type _Lengths = Mapping[str, int]
 
@@ -43,23 +38,23 @@ class FusedWeight:
     per_head: Mapping[str, Any]  # arguments of ``build`` that make one matrix per attention head
 
 
-def fused_weight(owner: nn.Module, child: str, linear: nn.Module) -> FusedWeight | None:
+def fused_weight(owner: Any, child: str, linear: nn.Module) -> FusedWeight | None:
     """Return how the weight of ``owner.child`` is fused; ``None`` if it is one matrix or unknown.
 
     Only the owner's type decides: linear classes differ by back end, and adapters may wrap them.
     """
-    if isinstance(owner, SelfAttention) and child == "linear_qkv":
+    if _is(owner, "SelfAttention") and child == "linear_qkv":
         return _grouped_query(owner.config)
-    if isinstance(owner, CrossAttention) and child == "linear_kv":
+    if _is(owner, "CrossAttention") and child == "linear_kv":
         lengths = dict.fromkeys(("k", "v"), owner.config.kv_channels)
         return repeated("qkv", lengths, owner.config.num_attention_heads, lengths)
-    if isinstance(owner, CrossAttention) and child == "linear_q":
+    if _is(owner, "CrossAttention") and child == "linear_q":
         head_dim = owner.config.kv_channels
         rows = head_dim * owner.config.num_attention_heads
         return FusedWeight("per_head", rows, partial(per_head, head_dim=head_dim), {})
-    if isinstance(owner, MLP | TEGroupedMLP) and child == "linear_fc1":
+    if _is(owner, "MLP", "TEGroupedMLP") and child == "linear_fc1":
         return _gated_linear_unit(owner)
-    if isinstance(owner, (MultiLatentAttention, find_upstream("AbsorbedMLASelfAttention") or ())):
+    if _is(owner, "MultiLatentAttention", "AbsorbedMLASelfAttention"):
         return _latent_attention(owner.config, child)
     if child == "in_proj" and (linear_attention := _linear_attention(owner, linear)) is not None:
         return linear_attention
@@ -104,14 +99,14 @@ def _gated_linear_unit(owner: Any) -> FusedWeight | None:
     """Gated MLP: gate rows, then up rows, on every rank; grouped experts may interleave them."""
     if not owner.config.gated_linear_unit:
         return None
-    grouped = isinstance(owner, TEGroupedMLP)
+    grouped = _is(owner, "TEGroupedMLP")
     interleave = owner.config.moe_mlp_glu_interleave_size if grouped else None
     return FusedWeight("gated", None, partial(gated, interleave=interleave), {})
 
 
 def _linear_attention(owner: Any, linear: Any) -> FusedWeight | None:
     """Mamba and gated delta net: stacked projections, each sharded separately."""
-    if isinstance(owner, MambaMixer):
+    if _is(owner, "MambaMixer"):
         names, sizes = ("z", "x", "B", "C", "dt"), linear.weight.partition_sizes
         head, state = owner.headdim, owner.d_state
         heads = {"z": head, "x": head, "B": state, "C": state}
@@ -128,6 +123,10 @@ def _linear_attention(owner: Any, linear: Any) -> FusedWeight | None:
     units = {name: unit for name, unit in heads.items() if name in lengths}
     build = partial(side_by_side, "linear_attention", lengths=lengths)
     return FusedWeight("linear_attention", sum(lengths.values()), build, {"units": units})
+
+
+def _is(module: nn.Module, *names: str) -> bool:
+    return is_a(module, "megatron", *names)
 
 
 def repeated(

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from megatron.core import optimizer as megatron_optimizer
 
 from megatron_eopt.base.agreement import gather_objects, gather_unique, is_rank_0, raise_together
 from megatron_eopt.base.errors import ConfigurationError
@@ -17,6 +16,7 @@ from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.place import whole_shape
 from megatron_eopt.config.arguments import qkv_split_shapes
 from megatron_eopt.config.checks import check_values, warn_of_unused
+from megatron_eopt.config.keys import get_standard_config_overrides, without
 from megatron_eopt.config.registry import Overrides, steps_matrices
 from megatron_eopt.config.settings import RunSettings, Settings
 from megatron_eopt.matrices import Split
@@ -31,7 +31,6 @@ from megatron_eopt.routing.routes import (
     read_overrides,
     route_all,
     unmatched,
-    with_callers_grouping,
 )
 from megatron_eopt.routing.splits import (
     NO_ORDER,
@@ -105,28 +104,24 @@ def overrides_for(settings: Settings, overrides: Overrides | None) -> Overrides:
     """
     if overrides is not None:
         return read_overrides(overrides, own_loop=settings.own_loop)
-    standard: Overrides = megatron_optimizer.get_standard_config_overrides(settings.config)
-    return standard
+    return get_standard_config_overrides(settings.config)
 
 
 def route_model(
-    settings: Settings, model_chunks: Sequence[torch.nn.Module], overrides: Overrides | None
+    settings: Settings, model_chunks: Sequence[torch.nn.Module], overrides: Overrides
 ) -> Routing:
-    """Route every trainable parameter; collective over all ranks.
+    """Route every trainable parameter of a Megatron model; collective over all ranks.
 
     Raises:
         ConfigurationError: On all ranks, if an override or a setting is invalid, or if pipeline
             stages would update a shared embedding differently.
     """
-    all_overrides = raise_together(
-        lambda: with_callers_grouping(settings, model_chunks, overrides_for(settings, overrides))
-    )
     places = places_in(model_chunks)
     parameters = trainable_parameters(places)
     if not settings.is_standard:
         # overrides may match these attributes, as in megatron-core
         _tag_as_megatron_does(parameters, model_chunks)
-    routing = replace(route_parameters(settings, parameters, all_overrides), places=places)
+    routing = replace(route_parameters(settings, parameters, overrides), places=places)
     _check_shared_embeddings(routing)
     if routing.optimizers <= set(STANDARD_OPTIMIZERS):
         return routing
@@ -148,8 +143,7 @@ def route_parameters(
     """Route the given parameters, without splits; collective over all ranks."""
     routes = raise_together(lambda: route_all(parameters, overrides, settings, standard))
     # a trainer passes megatron-core's standard overrides, which a model may have no use for
-    upstream = megatron_optimizer.get_standard_config_overrides(settings.config)
-    written = {key: values for key, values in overrides.items() if key not in upstream}
+    written = without(overrides, get_standard_config_overrides(settings.config))
     lost = frozenset(unmatched(parameters, written))
     reports = gather_objects((summarize(routes), lost, any(p.is_router for p in parameters)))
     summaries = [summary for groups, _, _ in reports for summary in groups]

@@ -2,15 +2,15 @@
 
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.routing.parameters import tables
-from megatron_eopt.routing.plain_names import plain_paths
+from megatron_eopt.routing.parameters import is_table
+from megatron_eopt.routing.places import ModelWalk
 
 OUTPUT_LAYERS = ("lm_head", "*.lm_head", "output", "output_layer", "*.output_layer", "embed_out")
 """Shell-style patterns of the usual module paths of output layers."""
@@ -31,7 +31,7 @@ _FEW = 4  # an output layer has fewer rows than columns by this factor
 _BOX = 4  # most rows of a layer that is an output wherever it is: a box has four
 
 
-def output_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+def output_layers(walk: ModelWalk, patterns: Sequence[str]) -> dict[str, nn.Module]:
     """Return the output layers of a model by their paths without wrappers.
 
     A pattern may match the path that ``named_modules`` gives, or the path without wrappers such as
@@ -40,11 +40,10 @@ def output_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
     Raises:
         ConfigurationError: If patterns other than the default ones match no module.
     """
-    paths = plain_paths(model)
-    root = _innermost(model, paths)
-    modules = dict(model.named_modules())
+    paths, modules = walk.paths, walk.modules
+    root = _innermost(walk.model, paths)
     usual = tuple(patterns) == OUTPUT_LAYERS
-    holders = _holders_of_tables(model, paths) if usual else set[str]()
+    holders = _holders_of_tables(walk) if usual else set[str]()
     layers = {}
     # of a wrapper and the module in it, the latter comes last
     for path, module in modules.items():
@@ -82,26 +81,26 @@ def _innermost(model: nn.Module, paths: dict[str, str]) -> str:
         path = f"{path}.{name}".lstrip(".")
 
 
-def _holders_of_tables(model: nn.Module, paths: dict[str, str]) -> set[str]:
+def _holders_of_tables(walk: ModelWalk) -> set[str]:
     """Return the paths of modules that contain an embedding table, so are whole models."""
     holders = set()
-    for path, module in model.named_modules():
-        if isinstance(module, tables()):
-            above = paths[path]
+    for path, module in walk.modules.items():
+        if is_table(module):
+            above = walk.paths[path]
             while above:
                 above = above.rpartition(".")[0]
                 holders.add(above)
     return holders
 
 
-def likely_heads(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+def likely_heads(walk: ModelWalk, known: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return modules that look like output layers, but are not among the ``known`` ones, by path.
 
     Known names tell, outside of repeated layers. So do at most four rows there. Without a known or
     tied output layer, the last linear layer is one if it ends an ``nn.Sequential`` that is the
     whole model, or by its shape: few rows, or those of the largest table.
     """
-    modules, paths = dict(model.named_modules()), plain_paths(model)
+    modules, paths = walk.modules, walk.paths
     embeddings = [module for module in modules.values() if isinstance(module, nn.Embedding)]
     largest = max((m.num_embeddings, m.embedding_dim) for m in embeddings) if embeddings else None
     linears = {path: module for path, module in modules.items() if isinstance(module, nn.Linear)}
@@ -136,7 +135,15 @@ def likely_heads(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, 
 
 def _has(params: Collection[int]) -> Callable[[nn.Module], bool]:
     """Return a function that tells whether a module has one of these parameters, given by id."""
-    return lambda module: any(id(param) in params for param in module.parameters())
+
+    def has(module: nn.Module) -> bool:
+        # a layer's own, unless it is parametrized
+        own: Iterable[Any] = module._parameters.values()
+        return any(
+            id(param) in params for param in (module.parameters() if module._modules else own)
+        )
+
+    return has
 
 
 def _has_few(linear: Any) -> bool:

@@ -10,9 +10,8 @@ from torch.nn.modules.conv import _ConvNd
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import NO_MUON_ATTRIBUTE, OUTPUT_ATTRIBUTE, STACK_ATTRIBUTE
 from megatron_eopt.base.place import whole_shape
-from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.routing.places import HeldParameter
-from megatron_eopt.routing.plain_names import tensor_name
+from megatron_eopt.routing.plain_names import is_a, tensor_name
 
 INPUT_LAYER = "input layer"
 """Why a convolution that reads a model's input is updated by the scalar optimizer."""
@@ -127,7 +126,6 @@ def trainable_parameters(
         if place.name.startswith("module."):
             with_own.add(place.chunk)
     of_outputs = {id(param) for param in outputs}
-    embeddings = tables()
     why_vectors: dict[int, str | None] = {}
     layers: dict[int, list[int]] = {}  # the layers' weights in each chunk that reads the input
     for key, uses in by_param.items():
@@ -152,7 +150,7 @@ def trainable_parameters(
             chunk=first.chunk,
             param=param,
             is_expert=not getattr(param, "allreduce", True),
-            is_embedding=marked or any(isinstance(place.module, embeddings) for place in uses),
+            is_embedding=marked or any(is_table(place.module) for place in uses),
             is_router=any(place.of_router for place in uses),
             is_stack=stacks and any(place.is_stack for place in uses),
             why_vector=why_vectors[key],
@@ -168,7 +166,7 @@ def check_dtypes(names: Mapping[torch.Tensor, str], what: str, *, double: bool =
 
     Args:
         names: The parameters, with their names.
-        what: Storage or optimizer, for the message.
+        what: StoredWeights or optimizer, for the message.
         double: Whether float64 is kept.
     """
     for param, name in names.items():
@@ -184,7 +182,7 @@ def check_dtypes(names: Mapping[torch.Tensor, str], what: str, *, double: bool =
         raise ConfigurationError(name, dtype, rule, hint)
 
 
-def tables() -> tuple[type[torch.nn.Module], ...]:
-    """Return the classes of embedding tables."""
-    own = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    return (*own, require_upstream("VocabParallelEmbedding"))
+def is_table(module: torch.nn.Module) -> bool:
+    """Whether a module is an embedding table."""
+    is_torchs = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+    return is_torchs or is_a(module, "megatron", "VocabParallelEmbedding")

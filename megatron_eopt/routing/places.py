@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from megatron_eopt.base.place import whole_shape
 from megatron_eopt.routing.known_transformers import GATED
-from megatron_eopt.routing.plain_names import joined, of_megatron, origin, paths_of
+from megatron_eopt.routing.plain_names import Paths, joined, of_megatron, origin, paths_of
 from megatron_eopt.routing.routers import router_weights
 
 # Parameters that torch's older weight_norm, spectral_norm and pruning put in a weight's place.
@@ -106,18 +106,47 @@ class HeldParameter:
 
 def places_in(model_chunks: Sequence[nn.Module]) -> list[HeldParameter]:
     """Return the places of all parameters of a model, in its order."""
-    return [
-        place
-        for number, chunk in enumerate(model_chunks)
-        if isinstance(chunk, nn.Module)
-        for place in _places_in(number, chunk)
-    ]
+    chunks = ((n, chunk) for n, chunk in enumerate(model_chunks) if isinstance(chunk, nn.Module))
+    return [place for number, chunk in chunks for place in ModelWalk(chunk, number).places]
 
 
-def _places_in(chunk: int, model: nn.Module) -> Iterator[HeldParameter]:
-    modules = dict(model.named_modules())
-    numbers, experts = _numbers_in(modules)
-    paths = paths_of(modules, numbers)
+class ModelWalk:
+    """What a model chunk has, walked once for all that routing reads.
+
+    Args:
+        model: The chunk.
+        chunk: Its index.
+    """
+
+    def __init__(self, model: nn.Module, chunk: int = 0) -> None:
+        self.model, self.chunk = model, chunk
+        self.modules = dict(model.named_modules())
+
+    @functools.cached_property
+    def _numbers(self) -> tuple[dict[str, str], dict[str, Sequence[int] | None]]:
+        return _numbers_in(self.modules)
+
+    @functools.cached_property
+    def _paths(self) -> dict[str, Paths]:
+        return paths_of(self.modules, self._numbers[0])
+
+    @functools.cached_property
+    def paths(self) -> dict[str, str]:
+        """The path of each module without wrappers, by its path in ``named_modules``."""
+        return {path: own.plain for path, own in self._paths.items()}
+
+    @functools.cached_property
+    def places(self) -> list[HeldParameter]:
+        """The places of all parameters, in order."""
+        return list(_places_in(self.chunk, self.modules, self._paths, self._numbers[1]))
+
+
+def _places_in(
+    chunk: int,
+    modules: Mapping[str, nn.Module],
+    paths: Mapping[str, Paths],
+    experts: Mapping[str, Sequence[int] | None],
+) -> Iterator[HeldParameter]:
     # of a wrapper and the module in it, the latter comes last
     by_plain = {paths[path].plain: module for path, module in modules.items()}
     of_routers = router_weights(modules)

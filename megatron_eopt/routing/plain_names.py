@@ -88,8 +88,8 @@ def _holds(module: nn.Module, child: str) -> bool:
 
 def of_megatron(module: nn.Module) -> bool:
     """Whether a module's class comes from Megatron or Transformer Engine, or is derived from it."""
-    roots = {cls.__module__.partition(".")[0] for cls in origin(module).__mro__}
-    return not roots.isdisjoint({"megatron", "transformer_engine"})
+    cls: Any = origin(module)
+    return bool(_classes_of(cls, "megatron") or _classes_of(cls, "transformer_engine"))
 
 
 def is_a(module: nn.Module, package: str, *names: str) -> bool:
@@ -100,10 +100,15 @@ def is_a(module: nn.Module, package: str, *names: str) -> bool:
         package: The root of the package that defines the class; it need not be installed.
         names: Names of classes.
     """
-    return any(
-        cls.__name__ in names and cls.__module__.partition(".")[0] == package
-        for cls in type(module).__mro__
-    )
+    cls: Any = type(module)
+    return not _classes_of(cls, package).isdisjoint(names)
+
+
+@lru_cache(maxsize=4096)
+def _classes_of(cls: Any, package: str) -> frozenset[str]:
+    """Return the names of a class and of those that it is derived from, if a package has them."""
+    found = (base for base in cls.__mro__ if base.__module__.partition(".")[0] == package)
+    return frozenset(base.__name__ for base in found)
 
 
 def origin(module: nn.Module) -> type[nn.Module]:

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,11 +28,17 @@ def router_weights(modules: Mapping[str, nn.Module]) -> set[int]:
     """
     found: set[int] = set()
     for module in modules.values():
-        if any(_ROUTER.search(cls.__name__) for cls in origin(module).__mro__):
+        cls: Any = origin(module)
+        if _is_router(cls):
             found.update(map(id, module.parameters()))
-        elif counts := set(_counts_beside(module)):
+        elif module._modules and (counts := set(_counts_beside(module))):
             found.update(map(id, _rows_for_experts(module, counts)))
     return found
+
+
+@lru_cache(maxsize=4096)
+def _is_router(cls: Any) -> bool:
+    return any(_ROUTER.search(base.__name__) for base in cls.__mro__)
 
 
 def _is_of_experts(name: str) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
 from megatron_eopt.base.errors import (
     ConfigurationError,
@@ -20,9 +19,9 @@ from megatron_eopt.base.errors import (
     check_number,
 )
 from megatron_eopt.base.names import NO_MUON_ATTRIBUTE
-from megatron_eopt.base.upstream import find_upstream
 from megatron_eopt.config import registry
 from megatron_eopt.config.fields import FieldType
+from megatron_eopt.config.keys import PARTS, ParamKey, ParamWithNamePredicate, each, is_key
 from megatron_eopt.config.settings import Settings
 from megatron_eopt.config.values import read_value
 from megatron_eopt.routing.parameters import ModelParameter
@@ -35,10 +34,10 @@ _NOT_NEGATIVE = frozenset(
 USUAL_VALUES = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}
 """Default values in megatron-core's parameter groups."""
 
-_NO_SETTINGS = frozenset({"params", "is_expert_parallel", "default_config"})
+NO_SETTINGS = frozenset({"params", "is_expert_parallel", "default_config"})
 """Keys of a parameter group that are not settings."""
 
-_OF_MEGATRON = _NO_SETTINGS | {"is_decoupled_lr", "group_id"}
+_OF_MEGATRON = NO_SETTINGS | {"is_decoupled_lr", "group_id"}
 """Keys of a parameter group that only Megatron or this package sets."""
 
 _OF_SCHEDULER = {
@@ -56,9 +55,8 @@ _SAME = {"lr": ("max_lr",), "weight_decay": ("start_wd", "end_wd")}
 def describe(key: ParamKey) -> str:
     """Return a readable description of a key, the same in every process."""
     parts = []
-    for kind in ("name", "attr", "predicate", "with_name_predicate"):
-        given = getattr(key, kind)
-        items = given if isinstance(given, tuple) else (given,)
+    for kind in PARTS:
+        items = each(getattr(key, kind))
         parts += [f"{kind}={getattr(item, 'name', item)}" for item in items]
     return ", ".join(sorted(parts)) or "matches nothing"
 
@@ -81,7 +79,7 @@ def read_overrides(overrides: Any, *, own_loop: bool = False) -> registry.Overri
 
 
 def _read(key: Any, values: Any, *, own_loop: bool) -> dict[str, Any]:
-    if not isinstance(key, ParamKey):
+    if not is_key(key):
         rule, hint = "keys must be ParamKeys", "Wrap the name in ParamKey"
         raise ConfigurationTypeError("config_overrides", key, rule, hint)
     for kind in ("name", "attr"):
@@ -159,48 +157,18 @@ def _merge(
     return {name: value for name, (value, _) in said.items()}, tuple(sorted(labels))
 
 
-def unmatched(parameters: Sequence[ModelParameter], overrides: registry.Overrides) -> list[str]:
+def unmatched(parameters: Sequence[ModelParameter], keys: Iterable[ParamKey]) -> list[str]:
     """Return descriptions of the keys that match no parameter on this rank."""
-    return [
-        describe(key) for key in overrides if not any(_matches(key, item) for item in parameters)
-    ]
+    return [describe(key) for key in keys if not any(_matches(key, item) for item in parameters)]
 
 
 def _matches(key: ParamKey, parameter: ModelParameter) -> bool:
     """Return whether a key matches a parameter, however the model was and is wrapped."""
-    patterns = (key.name,) if isinstance(key.name, str) else key.name
     for name in parameter.matched_names:
         if key.matches(parameter.param, name):
             return True
-    plain = [plain_pattern(item, has_module=parameter.of_own_module) for item in patterns]
+    plain = [plain_pattern(item, has_module=parameter.of_own_module) for item in each(key.name)]
     return any(fnmatch(parameter.matched_names[0], item) for item in plain)
-
-
-def with_callers_grouping(
-    settings: Settings, model_chunks: Sequence[torch.nn.Module], overrides: registry.Overrides
-) -> registry.Overrides:
-    """Return overrides that reproduce the groups of a replaced ``_get_param_groups``.
-
-    Some trainers (ms-swift) replace ``megatron.core.optimizer._get_param_groups`` to give parts of
-    a model their own learning rates. The settings of each group become one override, and routing
-    still chooses the optimizers. With megatron-core's own function, returns ``overrides``.
-    """
-    grouping = find_upstream("_get_param_groups")
-    home = getattr(grouping, "__globals__", {}).get("__name__", "")
-    if grouping is None or home.startswith("megatron.core."):
-        return overrides
-    # what the function fills in for every group is no setting of the caller's
-    usual = {**USUAL_VALUES, "max_lr": settings.config.lr, "min_lr": settings.config.min_lr}
-
-    def differing(group: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in group.items()
-            if name not in _NO_SETTINGS and not (name in usual and value == usual[name])
-        }
-
-    groups = grouping(model_chunks, settings.config, overrides)
-    return overrides_of((differing(group).items(), group["params"]) for group in groups)
 
 
 def overrides_of(

@@ -16,14 +16,11 @@ import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from megatron.core import parallel_state
-from megatron.core.transformer.moe.experts import TEGroupedMLP
-from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.place import is_part, whole_shape
+from megatron_eopt.base.place import is_part, parallel_state, whole_shape
 from megatron_eopt.matrices import Split, SplitT, checked_shape, local_shape, qkv, whole
 from megatron_eopt.matrices import transposed as turned
 from megatron_eopt.routing import known_megatron, known_transformers
@@ -120,14 +117,15 @@ def tensor_parallel_cut(param: Tensor, *modules: nn.Module) -> tuple[int, int]:
     for module in modules:
         group = getattr(module, "tp_group", None) or getattr(module, "_tp_group", None)
         if group is not None:
-            return get_pg_size(group), dim
-    if not parallel_state.model_parallel_is_initialized():
+            return group.size(), dim
+    state = parallel_state()
+    if state is None or not state.model_parallel_is_initialized():
         rule = "the weight is sharded, but its tensor-parallel group is unknown"
         hint = "Initialize megatron.core.parallel_state or give the module a tp_group"
         raise ConfigurationError("partition_dim", dim, rule, hint)
     if getattr(param, "allreduce", True):
-        return parallel_state.get_tensor_model_parallel_world_size(), dim
-    return parallel_state.get_expert_tensor_parallel_world_size(), dim
+        return state.get_tensor_model_parallel_world_size(), dim
+    return state.get_expert_tensor_parallel_world_size(), dim
 
 
 def _weights(
@@ -173,7 +171,7 @@ def _split_of(weight: HeldParameter, which: Collection[SplitT], unknown: list[st
         if fused is None and _looks_fused(weight):
             unknown.append(weight.name)
     is_te = is_a(weight.module, "transformer_engine", "GroupedLinear")
-    grouped = is_te or isinstance(weight.owner, TEGroupedMLP)
+    grouped = is_te or is_a(weight.owner, "megatron", "TEGroupedMLP")
     if declared is None and inputs_come_first is None and weight.is_stack and not grouped:
         return _fitted(weight, lambda shape: replace(whole(shape), kind=NO_ORDER))
     if is_convolution:

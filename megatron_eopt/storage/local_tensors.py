@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megatron_eopt.storage.units import own_rows, unit_of
+from megatron_eopt.storage.uneven import uneven_kind
 
 
 def local_of(value: Any) -> Any:
@@ -24,12 +24,8 @@ def part_of(param: Tensor, whole: Tensor) -> Tensor:
     """Return this rank's part of a tensor, cut like ``param``; all ranks have the whole tensor."""
     if not isinstance(param, DTensor):
         return whole
-    if unit_of(param) is not None:
-        return whole[own_rows(param)]
-    if is_in_a_bucket(param):
-        # without this attribute, each rank has the whole parameter
-        own_slice = getattr(param, "megatron_fsdp_slice", slice(None))
-        return whole.reshape(-1)[own_slice].view(local_of(param).shape)
+    if (kind := uneven_kind(param)) is not None:
+        return kind.part_of(param, whole)
     mesh, placements = param.device_mesh, param.placements
     part: Tensor = local_of(distribute_tensor(whole, mesh, placements, src_data_rank=None))
     return part
@@ -50,13 +46,3 @@ def parts_of(tensor: DTensor) -> int:
     """Return the number of ranks that store different parts of a tensor."""
     extents = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placement in extents if not placement.is_replicate())
-
-
-def is_in_a_bucket(param: Tensor) -> bool:
-    """Return whether Megatron-FSDP's first version shards a parameter."""
-    return isinstance(param, DTensor) and hasattr(param, "megatron_fsdp_dist_index")
-
-
-def is_uneven(param: Tensor) -> bool:
-    """Return whether Megatron-FSDP shards a parameter, otherwise than torch would."""
-    return is_in_a_bucket(param) or unit_of(param) is not None

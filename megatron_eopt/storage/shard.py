@@ -9,8 +9,7 @@ Note [Shards]
     element by element need no layouts.
 
     Shards are made for the model's parameters. Megatron's wrappers then put float32 copies or
-    fragments in their place, and :meth:`~megatron_eopt.optimizers.storage.Storage.take_up` sets
-    :attr:`ParamShard.main`.
+    fragments in their place, and set :attr:`ParamShard.main`.
 """
 
 import math

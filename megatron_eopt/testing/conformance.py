@@ -24,11 +24,10 @@ with importing_quietly():
     from megatron.core import parallel_state
 
     from megatron_eopt.base.log import inform
-    from megatron_eopt.config.config import EmergingOptimizerConfig
     from megatron_eopt.config.registry import EmergingOptimizerEntry, registered, state_layout_of
     from megatron_eopt.cpu.patches import Patch, patched
+    from megatron_eopt.megatron_core.stored_weights import rules_of
     from megatron_eopt.optimizers import modes
-    from megatron_eopt.optimizers.storage import rules_of
     from megatron_eopt.storage.local_tensors import local_of
     from megatron_eopt.testing.poison import PATCHES, PoisonedHost
     from megatron_eopt.testing.pool import run_ranks
@@ -49,6 +48,7 @@ with importing_quietly():
     )
     from megatron_eopt.wrappers.builders import BUILDERS
     from megatron_eopt.wrappers.chain import OptimizerChain
+    from megatron_eopt.wrappers.config import EmergingOptimizerConfig
     from megatron_eopt.wrappers.factory import get_megatron_optimizer
     from megatron_eopt.wrappers.gradients import fuses_grad_scale
 

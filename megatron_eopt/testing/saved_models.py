@@ -17,7 +17,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megatron_eopt import checkpoints
 from megatron_eopt.base.place import declared_box
-from megatron_eopt.storage.local_tensors import is_uneven, local_of
+from megatron_eopt.storage.local_tensors import local_of
+from megatron_eopt.storage.uneven import is_uneven
 from megatron_eopt.testing.stored_models import SHAPES, named_params
 from megatron_eopt.wrappers.chain import OptimizerChain
 

@@ -18,13 +18,14 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.place import declared_box
+from megatron_eopt.contrib import megatron_fsdp_v2 as _v2  # noqa: F401  registers itself
+from megatron_eopt.contrib.declared_boxes import build_sharded
 from megatron_eopt.matrices import Field, Section, Split, gated
 from megatron_eopt.routing.plain_names import plain_names
 from megatron_eopt.storage import local_tensors
 from megatron_eopt.storage.local_tensors import shard_like
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
-from megatron_eopt.wrappers.declared_shards import build_sharded
 from megatron_eopt.wrappers.megatron_fsdp import fsdp_modules
 
 

@@ -22,7 +22,6 @@ from megatron_eopt.base.errors import (
     check_integer,
     check_number,
 )
-from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.tools.explain import explain, show
 from megatron_eopt.tools.plan.architectures import LEFT_OUT, Architecture, add_flags, from_flags
 from megatron_eopt.tools.plan.machine import MACHINES, Machine
@@ -47,6 +46,7 @@ from megatron_eopt.tools.rates import (
     weights_of,
 )
 from megatron_eopt.tools.recipe import NAMES, Recipe, name_of, recipe
+from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 
 
 def gibibytes(text: str) -> float:

@@ -17,12 +17,12 @@ from rich.text import Text
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import MOMENT2
 from megatron_eopt.checkpoint.catalogue import Catalogue, read_catalogue
-from megatron_eopt.checkpoint.files import TRACKER, folder_name, read_tracker
-from megatron_eopt.checkpoint.groups import saved_steps
-from megatron_eopt.checkpoint.guard.files import check
-from megatron_eopt.checkpoint.guard.saves import whole
 from megatron_eopt.checkpoint.keys import Saved
-from megatron_eopt.checkpoint.rule import optimizer_of
+from megatron_eopt.guard.contents import TRACKER, folder_name, read_tracker
+from megatron_eopt.guard.files import check
+from megatron_eopt.guard.saves import whole
+from megatron_eopt.state.groups import saved_steps
+from megatron_eopt.state.rule import optimizer_of
 
 _LOADS = {
     "torch": "at the same layout (--ckpt-format torch); to change it, load it there first and save "

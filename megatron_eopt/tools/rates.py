@@ -14,11 +14,11 @@ from typing import Any, get_args
 
 from megatron_eopt.base.errors import check_choice, check_number
 from megatron_eopt.base.names import TpModeT
-from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.math.orthogonalize import SCALE_MODES, scale_factor
 from megatron_eopt.tools.dry_run import dry_world, schedules_of
 from megatron_eopt.tools.plan.architectures import Architecture
 from megatron_eopt.tools.plan.model import ParallelLayout, build_stage, stage_kinds
+from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 
 ADAMW_RMS = 0.2

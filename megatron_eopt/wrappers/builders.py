@@ -5,14 +5,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megatron.core import optimizer as megatron_optimizer
 from torch.nn import Module, ModuleList
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.config.arguments import arguments_of
 from megatron_eopt.config.checks import refuse_for_qk_clip
 from megatron_eopt.config.settings import Settings
+from megatron_eopt.megatron_core.process_groups import process_groups
+from megatron_eopt.optimizers.scalar import FusedClasses
 from megatron_eopt.routing.model import Routing
-from megatron_eopt.storage.process_groups import process_groups
 from megatron_eopt.wrappers.chain import OptimizerChain
 
 OF_DDP = "DistributedDataParallelConfig."
@@ -59,6 +61,13 @@ def register_storage(builder: BuilderT) -> BuilderT:
     """
     BUILDERS.append(builder)
     return builder
+
+
+def fused_classes() -> FusedClasses | None:
+    """Return the Adam and SGD of Transformer Engine, else Apex's; None if neither is installed."""
+    if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+        return None
+    return FusedClasses(megatron_optimizer.Adam, megatron_optimizer.SGD)
 
 
 def check_chunks(model_chunks: Any) -> None:

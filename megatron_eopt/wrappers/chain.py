@@ -21,26 +21,27 @@ from typing import Any, NoReturn
 
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.errors import (
     NonFiniteError,
     check_number,
 )
-from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.checkpoint import local_state, optimizer_state
-from megatron_eopt.checkpoint.groups import check_state_dict
 from megatron_eopt.checkpoint.local_state import refuse_rank_files
 from megatron_eopt.config.settings import RunSettings, Settings
 from megatron_eopt.math import passes
+from megatron_eopt.megatron_core.buckets import finish_gathers, gather_buckets
+from megatron_eopt.megatron_core.stored_weights import StoredWeights, named_gradients, rules_of
+from megatron_eopt.megatron_core.upstream import require_upstream
 from megatron_eopt.optimizers.recorder import Recorder
-from megatron_eopt.optimizers.storage import Storage, named_gradients, rules_of
 from megatron_eopt.optimizers.update_rule import check_may_step, refuse_copy
 from megatron_eopt.qk_clip import remember
 from megatron_eopt.routing.frozen import Frozen
 from megatron_eopt.routing.global_names import names_in
-from megatron_eopt.storage.interface import finish_gathers, gather_buckets
+from megatron_eopt.routing.places import ModelWalk
+from megatron_eopt.state.groups import check_state_dict
 from megatron_eopt.wrappers.gradients import (
     GradNorm,
     clipped,
@@ -65,7 +66,7 @@ class OptimizerChain(ChainedOptimizer):
 
     def __init__(
         self,
-        storages: Sequence[Storage],
+        storages: Sequence[StoredWeights],
         settings: RunSettings,
         scaler: Any,
         model_chunks: Sequence[Any],
@@ -97,7 +98,8 @@ class OptimizerChain(ChainedOptimizer):
             self._overlap = Overlap(
                 self.chained_optimizers, self._named_chunks, self._expects_no_clipping
             )
-        self._frozen = Frozen(model_chunks)
+        chunks = [chunk for chunk in model_chunks if isinstance(chunk, nn.Module)]
+        self._frozen = Frozen(ModelWalk(chunk) for chunk in chunks)
         self._last_norm = math.inf
         # norms of the last step, until the host reads them
         self._unread: dict[str | None, GradNorm] = {}

@@ -2,13 +2,19 @@
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
 from megatron.core.optimizer import get_megatron_optimizer as megatrons_own_factory
-from megatron.core.utils import get_pg_size, log_single_rank
+from megatron.core.optimizer import get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import (
+    ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
+)
+from megatron.core.utils import get_pg_size
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.weak import WeakIdKeyDictionary
@@ -19,40 +25,43 @@ from megatron_eopt.base.agreement import any_rank, gather_unique, raise_together
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import CAUTIOUS_DECAY
 from megatron_eopt.base.place import refuse_part
-from megatron_eopt.base.upstream import find_upstream, require_upstream
 from megatron_eopt.checkpoint.local_state import refuse_rank_files
 from megatron_eopt.config.checks import check_alike, refuse_for_matrices
 from megatron_eopt.config.registry import (
     Overrides,
-    entry_of,
-    is_muon,
-    steps_in_pieces,
-    steps_matrices,
 )
 from megatron_eopt.config.settings import Settings, resolve
-from megatron_eopt.math import resolve_coefficients, sound_precision
-from megatron_eopt.math.orthogonalize import scale_factor
+from megatron_eopt.fsdp2.dtensors import settings_for_dtensors
+from megatron_eopt.megatron_core.upstream import (
+    find_upstream,
+    require_upstream,
+    warn_of_untested_releases,
+)
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
+from megatron_eopt.optimizers.specs import OptimizerSpec, optimizer_specs
+from megatron_eopt.optimizers.warnings import log_differences
 from megatron_eopt.routing.global_names import name_parameters, names_of
 from megatron_eopt.routing.groups import Group
 from megatron_eopt.routing.model import Routing, log_routing, route_model
 from megatron_eopt.routing.parameters import check_dtypes
-from megatron_eopt.storage.units import take_attributes
-from megatron_eopt.wrappers import dtensors, megatron_fsdp
+from megatron_eopt.routing.routes import read_overrides
+from megatron_eopt.storage.uneven import prepare
+from megatron_eopt.wrappers import megatron_fsdp, torch_fsdp2
 from megatron_eopt.wrappers.builders import (
     BUILDERS,
     OptimizerBuildContext,
     check_chunks,
     check_ddp,
+    fused_classes,
     is_megatron_fsdp,
     register_storage,
 )
 from megatron_eopt.wrappers.chain import OptimizerChain
+from megatron_eopt.wrappers.config import check_config
 from megatron_eopt.wrappers.gradients import make_scaler
+from megatron_eopt.wrappers.grouping import with_callers_grouping
 from megatron_eopt.wrappers.layer_wise import LayerWiseDistributedOptimizer
-from megatron_eopt.wrappers.megatron_fsdp_v2 import build_units
 from megatron_eopt.wrappers.replicated import build_replicated
-from megatron_eopt.wrappers.specs import OptimizerSpec, optimizer_specs
 from megatron_eopt.wrappers.zero1.buffers import buffer_sets, check_model_chunks, has_frozen
 from megatron_eopt.wrappers.zero1.build import Sharding, unmixed_storages
 
@@ -65,9 +74,6 @@ _optimizers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 _OF_PARTS = ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat")
 """Groups whose ranks have parts of a weight."""
-
-_said: set[str] = set()
-"""Warnings that this process has logged."""
 
 
 def get_megatron_optimizer(
@@ -111,14 +117,14 @@ def get_megatron_optimizer(
     # (``get_mimo_optimizer``)
     if isinstance(model_chunks[0], find_upstream("MimoModel") or ()):
         return megatrons_own_factory(config, model_chunks)
-    of_dtensors = dtensors.is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
+    of_dtensors = torch_fsdp2.is_torch_fsdp2(model_chunks) or is_megatron_fsdp(model_chunks)
     settings = raise_together(lambda: _settings(config, model_chunks, of_dtensors=of_dtensors))
     check_alike(settings.config)
     cut = model_chunks if of_dtensors else []
-    for chunk in cut:
-        take_attributes(chunk.parameters())
+    prepare(param for chunk in cut for param in chunk.parameters())
+    overrides = raise_together(lambda: _overrides(settings, model_chunks, config_overrides))
     with megatron_fsdp.whole_parameters(cut):
-        routing = route_model(settings, model_chunks, config_overrides)
+        routing = route_model(settings, model_chunks, overrides)
     is_alone = settings.is_standard and not routing.optimizers - {settings.optimizer}
     if settings.in_rank_files and not is_alone:
         raise refuse_rank_files("--ckpt-format", "torch")
@@ -133,7 +139,7 @@ def get_megatron_optimizer(
         return megatrons_own_factory(
             settings.config,
             model_chunks,
-            dict(routing.overrides),
+            as_megatron_cores(routing.overrides),
             use_gloo_process_groups,
             pg_collection,
             folder,
@@ -158,6 +164,34 @@ def get_megatron_optimizer(
     return optimizer
 
 
+def _overrides(
+    settings: Settings, model_chunks: Sequence[Any], given: Overrides | None
+) -> Overrides:
+    """Return checked overrides, or megatron-core's standard ones, as the caller groups them."""
+    overrides = get_standard_config_overrides(settings.config) if given is None else given
+    return with_callers_grouping(settings, model_chunks, read_overrides(overrides))
+
+
+def as_megatron_cores(overrides: Overrides) -> dict[ParamKey, dict[str, Any]]:
+    """Return overrides with keys of megatron-core's classes."""
+
+    def converted(key: Any) -> ParamKey:
+        if isinstance(key, ParamKey):
+            return key
+        functions = _each_as(ParamPredicate, key.predicate)
+        with_names = _each_as(ParamWithNamePredicate, key.with_name_predicate)
+        return ParamKey(key.name, key.attr, functions, with_names)
+
+    return {converted(key): dict(values) for key, values in overrides.items()}
+
+
+def _each_as(cls: type, part: Any) -> Any:
+    """Return predicates, one or several, as objects of a class."""
+    if isinstance(part, tuple):
+        return tuple(cls(item.name, item.fn) for item in part)
+    return cls(part.name, part.fn)
+
+
 def _register_owner(optimizer: Any, params: Iterable[Tensor]) -> None:
     """Register an optimizer as the owner of its parameters; collective over the world.
 
@@ -177,11 +211,13 @@ def _register_owner(optimizer: Any, params: Iterable[Tensor]) -> None:
 
 
 def _settings(config: Any, model_chunks: Sequence[Any], *, of_dtensors: bool) -> Settings:
+    check_config(config)
+    warn_of_untested_releases()
     settings = replace(resolve(config), of_dtensors=of_dtensors)
     # with Megatron-FSDP, Adam and SGD have modes that this package has not
     has_own = bool(settings.upstream_modes) or is_megatron_fsdp(model_chunks)
     if of_dtensors and not (settings.is_standard and has_own):
-        settings = dtensors.settings_for_dtensors(settings)
+        settings = settings_for_dtensors(settings)
     check_ddp(settings, model_chunks)
     qk_clip.prepare(model_chunks)
     return settings
@@ -220,7 +256,9 @@ def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
         for param, name in routing.names.items():
             refuse_part(param, name)
         check_dtypes(routing.names, "The distributed optimizer")
-        specs = optimizer_specs(settings, routing, context.arguments, stand_ins=True)
+        specs = optimizer_specs(
+            settings, routing, context.arguments, stand_ins=True, fused=fused_classes()
+        )
         kinds = {getattr(spec.optimizer, "momentum_dtype", "fp32") for spec in specs}
         if settings.config.muon_overlap_dp_comm and (rounded := kinds - {"fp32"}):
             rule = "needs momentum_dtype='fp32' for all parameters"
@@ -246,9 +284,8 @@ def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
 for _builder in (
     build_replicated,
     _sharded,
-    dtensors.build_torch_fsdp2,
+    torch_fsdp2.build_torch_fsdp2,
     megatron_fsdp.build_megatron_fsdp,
-    build_units,
 ):
     register_storage(_builder)
 
@@ -258,95 +295,6 @@ def _refuse_unsaved(chain: OptimizerChain) -> None:
         for item in storage.assigned:
             with item.groups_and_state() as (groups, state):
                 item.rule.refuse_unsaved(groups, state)
-
-
-def log_differences(
-    settings: Settings,
-    arguments: Mapping[str, Mapping[str, Any]],
-    *,
-    is_cut: bool = False,
-) -> None:
-    """Warn once, on one rank, if this configuration trains in a way that users may not expect.
-
-    Args:
-        settings: The configuration.
-        arguments: The constructor arguments of each emerging optimizer.
-        is_cut: Whether ranks may have parts of a matrix, without data parallelism.
-    """
-    for name, own in arguments.items():
-        for sentence in _warnings(name, settings, own, is_cut):
-            if sentence not in _said:
-                _said.add(sentence)
-                log_single_rank(logger, logging.WARNING, sentence)
-
-
-def _warnings(
-    optimizer: str, settings: Settings, arguments: Mapping[str, Any], is_cut: bool
-) -> Iterator[str]:
-    scale = arguments.get("scale_mode", "spectral")
-    is_adamuon = arguments.get("moment2_method") == "adamuon"
-    if is_adamuon and scale_factor(2, 2, scale) > scale_factor(1, 1, scale):
-        yield (
-            f"muon_scale_mode={scale!r} with adaptive_muon_moment2_method='adamuon' makes updates "
-            "too large: their entries are about 1 already, and this scale grows with the matrix. "
-            "Pass muon_scale_mode='shape_scaling' and muon_extra_scale_factor=0.2."
-        )
-    coefficients, precision = arguments.get("coefficient_type"), arguments.get("fp32_matmul_prec")
-    if is_muon(optimizer) and coefficients is not None and precision is not None:
-        schedule = resolve_coefficients(coefficients, arguments["num_ns_steps"])
-        if sound_precision(schedule, precision) != precision:
-            yield (
-                f"muon_coefficient_type={coefficients!r} diverges on matrices of low rank with "
-                f"muon_fp32_matmul_prec={precision!r}, so products are computed in float32, "
-                "which is slower. Pass other coefficients for faster steps."
-            )
-    decay = settings.config.weight_decay
-    if optimizer == "scion" and decay != 1:
-        yield (
-            f"weight_decay={decay} takes the place of Scion's own, which is 1. "
-            "Scion keeps weights inside a norm ball only with weight_decay=1."
-        )
-    splits, owners_split = (
-        item.splits_weights_of(optimizer)
-        for item in (settings, replace(settings, storage="sharded"))
-    )
-    if settings.splits and owners_split and not splits:
-        yield (
-            f"optimizer={optimizer!r} updates a fused weight (Q, K and V; gate and up) as "
-            "one matrix without use_distributed_optimizer. Set it to True to update Q, K, V, "
-            "gate and up as separate matrices."
-        )
-    nowhere = settings.storage == "replicated" and not settings.of_dtensors
-    if settings.offload_fraction and nowhere:
-        yield (
-            "optimizer_cpu_offload=True: all optimizer state stays on the GPU. Set "
-            "use_distributed_optimizer=True, which off-loading needs."
-        )
-    mode, by_owners = arguments.get("tp_mode"), settings.storage == "sharded"
-    if mode in ("duplicated", "distributed") and by_owners and not settings.of_dtensors:
-        yield (
-            f"muon_tp_mode={mode!r} has no effect with the distributed optimizer, which always "
-            "computes as 'exchange' does: each matrix on one rank or a few, with the same update."
-        )
-    if not is_cut:
-        return
-    if mode == "blockwise":
-        yield (
-            "muon_tp_mode='blockwise' orthogonalizes each rank's part of a matrix separately, so "
-            "the result depends on the number of ranks. With 'duplicated' or 'auto' it does not."
-        )
-    replicated = settings.storage == "replicated" and steps_matrices(optimizer)
-    # a Muon of this package asks other ranks for their parts, but methods that a subclass overrides
-    # get those of this rank
-    overrides = is_muon(optimizer) and not steps_in_pieces(entry_of(optimizer).optimizer_cls)
-    if replicated and (overrides or "tp_mode" not in arguments):
-        hint = (
-            "Change an update rule instead" if overrides else "Set use_distributed_optimizer=True"
-        )
-        yield (
-            f"optimizer={optimizer!r} updates each rank's part of a matrix separately, so the "
-            f"result depends on the number of ranks. {hint} to update whole matrices."
-        )
 
 
 def _dump(groups: Sequence[Group], model_chunks: list[Any], folder: str) -> None:

@@ -18,10 +18,10 @@ from torch import Tensor, distributed
 
 from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.base.gpu import HostCopy
-from megatron_eopt.base.upstream import require_upstream
 from megatron_eopt.config.settings import RunSettings
 from megatron_eopt.math import passes
-from megatron_eopt.optimizers.storage import Storage, named_gradients
+from megatron_eopt.megatron_core.stored_weights import StoredWeights, named_gradients
+from megatron_eopt.megatron_core.upstream import require_upstream
 from megatron_eopt.optimizers.update_rule import UpdateRule
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.storage.shard import global_name
@@ -180,7 +180,7 @@ def non_finite(names: Mapping[Tensor, str], norms: Sequence[GradNorm]) -> set[st
     return of_all_ranks
 
 
-def fuses_grad_scale(storage: Storage) -> bool:
+def fuses_grad_scale(storage: StoredWeights) -> bool:
     """Return whether all update rules of a storage fold clipping into their own pass."""
     update_rules = storage.update_rules
     is_done = bool(update_rules) and all(rule.fuses_grad_scale for rule in update_rules)

@@ -14,14 +14,16 @@ from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.checkpoint.local_state import refuse_rank_files
 from megatron_eopt.config.checks import check_alike
 from megatron_eopt.config.settings import RunSettings, resolve_run
+from megatron_eopt.megatron_core.process_groups import process_groups
+from megatron_eopt.megatron_core.upstream import warn_of_untested_releases
+from megatron_eopt.optimizers.specs import OptimizerSpec
 from megatron_eopt.optimizers.update_rule import refuse_group, refuse_state
 from megatron_eopt.routing.global_names import name_parameters, names_of
 from megatron_eopt.routing.places import places_in
-from megatron_eopt.storage.process_groups import process_groups
 from megatron_eopt.wrappers.builders import check_chunks
 from megatron_eopt.wrappers.chain import OptimizerChain
+from megatron_eopt.wrappers.config import check_config
 from megatron_eopt.wrappers.gradients import make_scaler
-from megatron_eopt.wrappers.specs import OptimizerSpec
 from megatron_eopt.wrappers.zero1.all_reduced import AllReducedChunk
 from megatron_eopt.wrappers.zero1.buffers import buffer_sets, check_model_chunks
 from megatron_eopt.wrappers.zero1.build import Sharding, zero1_storages
@@ -62,6 +64,8 @@ class LayerWiseDistributedOptimizer(OptimizerChain):
         model_chunks: Sequence[Any] | None = None,
     ) -> None:
         def checked() -> tuple[RunSettings, list[Any], list[OptimizerSpec]]:
+            check_config(config)
+            warn_of_untested_releases()
             settings = resolve_run(config)
             if model_chunks:
                 check_chunks(model_chunks)

@@ -10,22 +10,29 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
-from megatron_eopt.base.upstream import find_upstream, require_upstream
+from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE, Int64Array
 from megatron_eopt.checkpoint import fsdp_dtensor, optimizer_state
-from megatron_eopt.checkpoint.dtensor_optimizer import DTensorOptimizer
-from megatron_eopt.checkpoint.groups import BY_PARAMETER
+from megatron_eopt.fsdp2.dtensors import build_dtensors
+from megatron_eopt.fsdp2.optimizer import DTensorOptimizer
+from megatron_eopt.layouts import Layout
+from megatron_eopt.matrices import Split
+from megatron_eopt.megatron_core.upstream import find_upstream, require_upstream
+from megatron_eopt.state.groups import BY_PARAMETER
 from megatron_eopt.storage.local_tensors import local_of, shard_like
+from megatron_eopt.storage.shard import Fragment, fragment_layouts
+from megatron_eopt.storage.uneven import UnevenKind, register_uneven
 from megatron_eopt.wrappers.builders import OF_DDP, OptimizerBuildContext, is_megatron_fsdp
 from megatron_eopt.wrappers.chain import OptimizerChain
-from megatron_eopt.wrappers.dtensors import LocalShards, build_routed, chain_over, state_exists
 from megatron_eopt.wrappers.replicated import Replicated
+from megatron_eopt.wrappers.torch_fsdp2 import LocalShards, chain_over, state_exists
 
 _OF_USERS = "eopt_"
 """Prefix of the attributes that users set on parameters."""
@@ -35,6 +42,52 @@ _MODES = {
     "megatron_fsdp_cuda_graph_mode": "leaves gradients where zero_grad clears them",
     "megatron_fsdp_use_decoupled_grad": "passes gradients to Transformer Engine's Adam only",
 }
+
+
+class InBuckets(UnevenKind):
+    """DTensors of Megatron-FSDP's first version.
+
+    Each rank has any number of rows of a tensor-parallel shard. In a fused weight such a shard has
+    a part of every logical matrix, so what a rank holds is a flat fragment of it, as in Megatron's
+    buffers, not a box of the whole weight.
+    """
+
+    asks_sizes = hides_gradients = True
+
+    def holds(self, param: DTensor) -> bool:
+        """Return whether this version has cut a parameter."""
+        return hasattr(param, "megatron_fsdp_dist_index")
+
+    def part_of(self, param: DTensor, whole: Tensor) -> Tensor:
+        """Return this rank's part of a tensor, cut like ``param``."""
+        # without this attribute, each rank has the whole parameter
+        own_slice = getattr(param, "megatron_fsdp_slice", slice(None))
+        return whole.reshape(-1)[own_slice].view(local_of(param).shape)
+
+    def layouts(
+        self, name: str, param: DTensor, split: Split, mesh: Int64Array, sizes: Int64Array
+    ) -> tuple[Layout, ...]:
+        """Return the layouts of a parameter's logical matrices."""
+        index = param.megatron_fsdp_dist_index  # type: ignore[attr-defined]
+        dims = list(param.device_mesh.mesh_dim_names or ())
+        # along this dimension, ranks have consecutive ranges; all others have copies or other slabs
+        of_data, stops = dims.index(index.dp_shard_dim), sizes[mesh]
+        starts = np.zeros_like(stops)
+        if not param.placements[of_data].is_replicate():
+            stops = np.cumsum(stops, axis=of_data)
+            starts = stops - sizes[mesh]
+        slabs, cut, size = np.zeros_like(mesh), -1, 1
+        if index.tp_dim in dims:
+            of_tensor = dims.index(index.tp_dim)
+            slabs, size = np.indices(mesh.shape)[of_tensor], mesh.shape[of_tensor]
+            cut = param.placements[of_tensor].dim  # type: ignore[attr-defined]
+        # fragments are listed by rank in the group, but the mesh may have another order
+        order = np.argsort(mesh.ravel())
+        table = np.stack([slabs.ravel(), starts.ravel(), stops.ravel()], axis=1)[order]
+        return fragment_layouts(split, cut, size, [Fragment(*row) for row in table.tolist()])
+
+
+register_uneven(InBuckets())
 
 
 def faults(modules: Iterable[Any], *, own_loop: bool = False) -> Iterator[ConfigurationError]:
@@ -200,7 +253,7 @@ def build_megatron_fsdp(context: OptimizerBuildContext) -> OptimizerChain | None
         rule = "must be one, because Megatron-FSDP saves only the first chunk of a pipeline stage"
         hint = "Train without virtual pipeline stages"
         raise ConfigurationError("model_chunks", len(model_chunks), rule, hint)
-    inner = build_routed(settings, context.routing.over(shards_of_parameters(model_chunks)))
+    inner = build_dtensors(settings, context.routing.over(shards_of_parameters(model_chunks)))
     storage = MegatronFSDPShards(inner, settings.config, model_chunks)
     storage.count_in(_stats_group(context), context.collection)
     return chain_over(storage, context, MegatronFSDPChain)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.nested_state import leaves
-from megatron_eopt.optimizers.storage import Storage, rules_of
+from megatron_eopt.megatron_core.stored_weights import StoredWeights, rules_of
 from megatron_eopt.storage.local_tensors import local_of
 
 
@@ -36,7 +36,7 @@ class Memory:
         return sum(size or 0 for size in vars(self).values()) - self.host
 
 
-def memory_of(storages: Sequence[Storage], model_chunks: Sequence[Any]) -> Memory:
+def memory_of(storages: Sequence[StoredWeights], model_chunks: Sequence[Any]) -> Memory:
     """Count the bytes of a chain's tensors; shared memory counts in the first category only."""
     params = [param for chunk in model_chunks for param in chunk.parameters()]
     gradients = (getattr(param, "main_grad", None) for param in params)
@@ -56,14 +56,14 @@ def memory_of(storages: Sequence[Storage], model_chunks: Sequence[Any]) -> Memor
     )
 
 
-def _on_host(storages: Sequence[Storage]) -> Iterator[Tensor]:
+def _on_host(storages: Sequence[StoredWeights]) -> Iterator[Tensor]:
     for storage in storages:
         for update_rule in storage.update_rules:
             if update_rule.host is not None:
                 yield from update_rule.host.tensors(storage.optimizer.state)
 
 
-def _states(storages: Sequence[Storage]) -> Iterator[Tensor]:
+def _states(storages: Sequence[StoredWeights]) -> Iterator[Tensor]:
     for storage in storages:
         if not storage.is_stub_optimizer:
             values = (value for _, value in leaves(list(storage.optimizer.state.values())))

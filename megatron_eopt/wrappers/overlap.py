@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base import gpu
+from megatron_eopt.megatron_core.buckets import finish_gathers
+from megatron_eopt.megatron_core.stored_weights import StoredWeights
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
-from megatron_eopt.optimizers.storage import Storage
-from megatron_eopt.optimizers.windows import WindowedMuonRule
-from megatron_eopt.storage.interface import finish_gathers
+from megatron_eopt.optimizers.muon_rule import MuonRule
+from megatron_eopt.optimizers.windows import Window
 from megatron_eopt.storage.shard import ParamShard
 from megatron_eopt.wrappers.gradients import GradNorm
 from megatron_eopt.wrappers.zero1.buffers import bucket_groups
@@ -33,13 +34,13 @@ _CHANGED_LATER = ("sequence_parallel", "average_gradients_across_tp_domain", "pi
 
 
 @dataclass(eq=False)
-class _Window:
-    """The matrices of one update rule in one bucket group."""
+class _InBucketGroup:
+    """A window, whose matrices are in one bucket group."""
 
     storage: Zero1Optimizer
     assigned: AssignedRule
-    update_rule: WindowedMuonRule
-    number: int
+    update_rule: MuonRule
+    window: Window
     shards: list[ParamShard]  # those of which this rank stores a part
     group: Any
     is_early: bool  # whether its gradients are final once they are reduced
@@ -52,7 +53,10 @@ class Overlap:
     """
 
     def __init__(
-        self, storages: Sequence[Storage], chunks: Sequence[Any], may_look: Callable[[float], bool]
+        self,
+        storages: Sequence[StoredWeights],
+        chunks: Sequence[Any],
+        may_look: Callable[[float], bool],
     ) -> None:
         self._storages = [item for item in storages if isinstance(item, Zero1Optimizer)]
         self._may_look = may_look
@@ -71,7 +75,7 @@ class Overlap:
             item
             for storage in storages
             for item in storage.assigned
-            if not isinstance(item.rule, WindowedMuonRule)
+            if item not in {window.assigned for window in windows}
         ]
         self.has_looked = False  # whether updates were computed ahead; the same on all ranks
         self._begun: set[Any] = set()  # bucket groups whose reduction has begun
@@ -85,15 +89,15 @@ class Overlap:
             # of a bucket group is there (``register_grad_ready``)
             group.start_grad_sync = functools.partial(self._started, group, group.start_grad_sync)
 
-    def _found(self) -> Iterator[_Window]:
+    def _found(self) -> Iterator[_InBucketGroup]:
         for group in self._groups:
             for storage in self._storages:
                 for item in storage.assigned:
                     update_rule = item.rule
-                    if not isinstance(update_rule, WindowedMuonRule):
+                    if not (isinstance(update_rule, MuonRule) and update_rule.can_look_ahead()):
                         continue
-                    for number, members in enumerate(update_rule.members):
-                        shards = [update_rule.shards[member] for member in members]
+                    for window in update_rule.windows:
+                        shards = [update_rule.shards[member] for member in window.members]
                         if all(shard.param in group.params for shard in shards):
                             # their gradients may still be summed over other ranks in
                             # ``finalize_model_grads``
@@ -103,7 +107,8 @@ class Overlap:
                                 for name in _CHANGED_LATER
                             )
                             held = [shard for shard in shards if shard.main is not None]
-                            yield _Window(storage, item, update_rule, number, held, group, not late)
+                            where = (storage, item, update_rule, window)
+                            yield _InBucketGroup(*where, held, group, not late)
 
     def _started(self, group: Any, start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Begin to reduce a bucket group, and compute the updates of the one before."""
@@ -132,7 +137,7 @@ class Overlap:
                 if window.is_early:
                     window.storage.collect_gradients(window.shards)
                     with window.assigned.groups_and_state() as (groups, state):
-                        window.update_rule.precompute(window.number, groups, state)
+                        window.update_rule.compute_ahead(window.window, groups, state)
 
     def forget(self) -> None:
         """Discard all updates computed ahead."""
@@ -152,7 +157,7 @@ class Overlap:
 
     def join(self) -> Tensor:
         """Return 1 if a gradient of this rank has changed since its update was computed, else 0."""
-        # the last group has no later reduction to hide behind; ``step_window`` computes its updates
+        # the last group has no later reduction to hide behind; the step computes its updates
         self._begun.clear()
         self._waiting.clear()
         if self._stream is not None:
@@ -173,7 +178,7 @@ class Overlap:
                 stack.enter_context(storage.writing_model_copies())
             self._step()
         for storage in self._storages:
-            # ``Storage.step_with_ready_grads``, which counts otherwise, is not called
+            # ``StoredWeights.step_with_ready_grads``, which counts otherwise, is not called
             storage.steps += 1
 
     def _step(self) -> None:
@@ -184,7 +189,7 @@ class Overlap:
         for group in self._order:
             for window in self._windows[group]:
                 with window.assigned.groups_and_state() as (groups, state):
-                    window.update_rule.step_window(window.number, groups, state)
+                    window.update_rule.step(groups, state, [window.window])
             for storage in self._storages:
                 # the gather sends this rank's fragment of the bucket, so weights are written first
                 storage.copy_mains(self._mains[storage, group])

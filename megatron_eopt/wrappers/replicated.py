@@ -14,27 +14,27 @@ from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.place import refuse_part
 from megatron_eopt.config.fields import constructor_parameters
-from megatron_eopt.config.registry import entry_of
+from megatron_eopt.config.registry import arguments_cls_of
+from megatron_eopt.megatron_core.stored_weights import StoredWeights
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.element_wise import ElementWiseRule, LocalShardRule
 from megatron_eopt.optimizers.muon import TensorParallelMuon
-from megatron_eopt.optimizers.storage import Storage
+from megatron_eopt.optimizers.specs import OptimizerSpec, optimizer_specs
 from megatron_eopt.optimizers.update_rule import UpdateRule, fixed, refuse_group
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.storage.shard import ParamShard, Ranks
 from megatron_eopt.storage.slabs import SlabRanks, partition_dim_and_group, row_group
-from megatron_eopt.wrappers.builders import OptimizerBuildContext
+from megatron_eopt.wrappers.builders import OptimizerBuildContext, fused_classes
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.gradients import make_scaler
-from megatron_eopt.wrappers.specs import OptimizerSpec, optimizer_specs
 
 _SAMPLED = 64
 """About so many elements of a weight are compared between ranks."""
 
 
-class Replicated(Storage):
+class Replicated(StoredWeights):
     """What wrappers of whole parameters have in common; a mixin for megatron-core's."""
 
     def common_state(self, steps: Sequence[int], main_optimizer: str | None) -> dict[str, Any]:
@@ -113,18 +113,18 @@ class Float32Optimizer(Replicated, FP32Optimizer):
 
 
 def build_replicated(
-    context: OptimizerBuildContext, storage_of: Callable[..., Storage] | None = None
+    context: OptimizerBuildContext, storage_of: Callable[..., StoredWeights] | None = None
 ) -> OptimizerChain | None:
     """Return the chain that steps whole parameters, or whole tensor-parallel shards; collective.
 
     All data-parallel ranks must have the same parameters and gradients. For parameters that are cut
-    over them, use :func:`~megatron_eopt.wrappers.declared_shards.build_sharded`: here, each rank
+    over them, use :func:`~megatron_eopt.contrib.declared_boxes.build_sharded`: here, each rank
     would take its part for a matrix, and compute a gradient norm of its own.
 
     Args:
         context: Settings, routing and model. Without ``storage_of``, the result is None unless the
             settings ask for this storage.
-        storage_of: Storage class to use instead of the built-in ones; called as
+        storage_of: StoredWeights class to use instead of the built-in ones; called as
             ``(optimizer, config, init_state_fn=...)``.
 
     Raises:
@@ -144,7 +144,7 @@ def build_replicated(
         else:
             check_half(context.routing)
             storage_of = Float32Optimizer
-    specs = optimizer_specs(settings, context.routing, context.arguments)
+    specs = optimizer_specs(settings, context.routing, context.arguments, fused=fused_classes())
     storages = [_storage(spec, context, storage_of) for spec in specs]
     return OptimizerChain(storages, settings, scaler, chunks)
 
@@ -187,7 +187,7 @@ def check_half(routing: Routing) -> None:
 
 def _check_whole(spec: OptimizerSpec, routing: Routing) -> None:
     """Raise if a parameter declares several matrices but its optimizer would step it as one."""
-    if "splits" in constructor_parameters(entry_of(spec.name).optimizer_cls):
+    if "splits" in constructor_parameters(arguments_cls_of(spec.name)):
         return
     for item in (route.parameter for route in routing.routes if route.optimizer == spec.name):
         declared = getattr(item.param, "eopt_split", None)
@@ -201,8 +201,8 @@ def _check_whole(spec: OptimizerSpec, routing: Routing) -> None:
 
 
 def _storage(
-    spec: OptimizerSpec, context: OptimizerBuildContext, storage_of: Callable[..., Storage]
-) -> Storage:
+    spec: OptimizerSpec, context: OptimizerBuildContext, storage_of: Callable[..., StoredWeights]
+) -> StoredWeights:
     settings, collection, optimizer = context.settings, context.collection, spec.optimizer
     made_early = optimizer is not None and bool(optimizer.state)
     update_rules: Sequence[UpdateRule] = ()
@@ -224,8 +224,8 @@ def _storage(
     storage.count_in(next(group for group in groups if group is not None), collection)
     if optimizer is None:
         return storage
-    storage.serve([AssignedRule(rule, optimizer) for rule in update_rules])
-    storage.take_up(shard for update_rule in planned for shard in update_rule.shards)
+    storage.set_assigned([AssignedRule(rule, optimizer) for rule in update_rules])
+    storage.set_stepped(shard for update_rule in planned for shard in update_rule.shards)
     for update_rule in update_rules:
         update_rule.is_clipped = spec.is_clipped
         # other state is created by the first step, as in megatron-core, or by a save (``prepare``)

@@ -10,8 +10,8 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from megatron_eopt.checkpoint.groups import saved_steps
 from megatron_eopt.checkpoint.keys import split_key
+from megatron_eopt.state.groups import saved_steps
 
 COMMON = "common_state/shard_0_1"
 """Key of what all ranks save together: steps of optimizers among it."""

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.checkpoint.guard.files import LIST
+from megatron_eopt.guard.files import LIST
 from megatron_eopt.tools.explain import TRACKER, explain
 from tests.functional.formats import FORMATS, parameters
 from tests.functional.script import TINY, _run_once, losses, train

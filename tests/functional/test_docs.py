@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eopt import EmergingOptimizerConfig, load_optimizer_config
+from megatron_eopt import EmergingOptimizerConfig, TorchOptimizerConfig, load_optimizer_config
 from megatron_eopt.arguments import add_arguments
 from megatron_eopt.config.registry import optimizer_names
 from megatron_eopt.tools.command import command_parser
@@ -232,7 +232,10 @@ def test_the_example_trains_on_two_ranks_as_on_one(distributed):
         assert losses == pytest.approx(alone, rel=1e-3)
 
 
-def muon_configurations() -> dict[str, EmergingOptimizerConfig]:
+CONFIGS = {cls.__name__: cls for cls in (EmergingOptimizerConfig, TorchOptimizerConfig)}
+
+
+def muon_configurations() -> dict[str, TorchOptimizerConfig]:
     """Return Muon's configurations in the pages' snippets and in the examples' files."""
     found = {path.name: load_optimizer_config(path) for path in (ROOT / "examples").glob("*.yaml")}
     for page in PAGES:
@@ -241,9 +244,10 @@ def muon_configurations() -> dict[str, EmergingOptimizerConfig]:
                 if not isinstance(call, ast.Call) or not call.keywords:
                     continue
                 fields = {word.arg: word.value for word in call.keywords}
-                if ast.unparse(call.func) == "EmergingOptimizerConfig" and None not in fields:
+                cls = CONFIGS.get(ast.unparse(call.func))
+                if cls is not None and None not in fields:
                     values = {name: ast.literal_eval(value) for name, value in fields.items()}
-                    found[f"{page.name}:{line}"] = EmergingOptimizerConfig(**values)
+                    found[f"{page.name}:{line}"] = cls(**values)
     return {name: config for name, config in found.items() if config.optimizer == "muon"}
 
 

@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 
-from megatron_eopt.checkpoint.files import forget_metadata, read_common_state
+from megatron_eopt.checkpoint.common_state import read_common_state
+from megatron_eopt.guard.contents import forget_metadata
 from tests.functional.script import TINY, _run_once, train
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long

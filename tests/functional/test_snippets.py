@@ -37,8 +37,12 @@ def readers_own() -> dict[str, Any]:
     from torch import nn
 
     import megatron_eopt
-    from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
-    from megatron_eopt.fsdp2 import build_optimizer
+    from megatron_eopt import (
+        EmergingOptimizerConfig,
+        TorchOptimizerConfig,
+        build_optimizer,
+        get_megatron_optimizer,
+    )
     from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
 
     chunk = wrap_ddp(tiny_gpt(layers=1), use_distributed_optimizer=True)
@@ -64,7 +68,8 @@ def readers_own() -> dict[str, Any]:
 
     model = Model()
     own = {"EmergingOptimizerConfig": EmergingOptimizerConfig, "model": model, "torch": torch}
-    own |= {"get_megatron_optimizer": get_megatron_optimizer, "megatron_eopt": megatron_eopt}
+    own |= {"TorchOptimizerConfig": TorchOptimizerConfig, "megatron_eopt": megatron_eopt}
+    own |= {"get_megatron_optimizer": get_megatron_optimizer}
     own |= {"build_optimizer": build_optimizer, "dataclasses": dataclasses, "iteration": 100}
     own |= {"model_chunks": [chunk], "config": config, "dataclass": dataclasses.dataclass}
     own |= {"q_rows": 8, "k_rows": 8, "v_rows": 8, "world_size": 1}

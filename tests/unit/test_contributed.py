@@ -19,12 +19,12 @@ from megatron_eopt.config import checks
 from megatron_eopt.config.arguments import entry_kwargs
 from megatron_eopt.config.registry import registered
 from megatron_eopt.config.settings import resolve
+from megatron_eopt.contrib.declared_boxes import build_sharded
 from megatron_eopt.extending import (
     EmergingOptimizerEntry,
     MatrixSumsRule,
     MuonRule,
     build_replicated,
-    build_sharded,
     register_storage,
 )
 from megatron_eopt.optimizers.adaptive_rule import NorMuonRule

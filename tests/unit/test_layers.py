@@ -5,6 +5,7 @@ The order is that of docs/explanation/how_it_works.md: what a name stands before
 
 import ast
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -22,21 +23,26 @@ ORDER = (
     "__main__",
     "tools",
     "testing",
+    "contrib",
+    "cpu",
     "launch",
     "megatron_lm",
     "arguments",
-    "__init__",
     "bridge",
-    "hugging_face",
-    "checkpoints",
+    "megatron_fsdp",
     "emerging_optimizers",
-    "fsdp2",
     "muon",
     "extending",
     # what it is made of
     "wrappers",
     "qk_clip",
     "checkpoint",
+    "megatron_core",
+    # the line: what follows knows torch alone
+    "checkpoints",
+    "hugging_face",
+    "fsdp2",
+    "state",
     "optimizers",
     "storage",
     "routing",
@@ -44,15 +50,33 @@ ORDER = (
     "layouts",
     "matrices",
     "math",
-    # stands beside all of that
-    "cpu",
+    "guard",
+    "__init__",
     "base",
 )
 """Every package and module at the top, highest first."""
 
-INSIDE = ORDER[ORDER.index("wrappers") :]
-KNOW_NO_MEGATRON = {"base", "math", "matrices", "layouts"}
-MAY_NAME_MEGATRON = {"base/upstream.py"}
+LINE = ORDER.index("checkpoints")
+BELOW = frozenset(ORDER[LINE:])
+"""The rooms that know Python, numpy and torch alone."""
+
+OUTSIDE = frozenset({"contrib", "cpu", "tools", "testing"})
+"""The rooms that no other room names."""
+
+ENTRIES = frozenset({"__main__", "launch"})
+"""What starts the command and the CPU back end of outside rooms, where they are there."""
+
+LATE = {
+    **{f"math/triton_{kernels}.py": {"triton"} for kernels in ("normalize", "passes", "products")},
+    "base/kernel_tables.py": {"triton"},
+    "layouts/block_copies.py": {"triton"},
+    "optimizers/muon.py": {"emerging_optimizers"},
+    "optimizers/adaptive_muon.py": {"emerging_optimizers"},
+    "hugging_face.py": {"transformers", "accelerate"},
+}
+"""Files below the line that are imported late, and the other packages that they know."""
+
+KNOWN = frozenset({"torch", "numpy", PACKAGE})
 
 
 def source_files() -> dict[str, ast.Module]:
@@ -95,9 +119,31 @@ def test_imports_go_strictly_down():
             assert ORDER.index(name) > ORDER.index(top_of(place)), f"{place}: {name} is above it"
 
 
-def test_the_core_knows_nothing_of_what_is_outside():
-    for place in (p for p in SOURCES if top_of(p) in INSIDE and top_of(p) != "cpu"):
-        assert not imported(SOURCES[place]) & {"cpu", "tools", "testing"}, place
+def named_in(tree: ast.AST) -> set[str]:
+    """Return our rooms whose modules are named in strings, such as to import them."""
+    texts = [str(n.value) for n in ast.walk(tree) if isinstance(n, ast.Constant)]
+    return {t.split(".")[1] for t in texts if t.startswith(f"{PACKAGE}.") and " " not in t}
+
+
+def test_no_room_names_one_that_is_outside():
+    for place in (p for p in SOURCES if top_of(p) not in OUTSIDE | ENTRIES):
+        tree = SOURCES[place]
+        assert not (imported(tree) | named_in(tree)) & OUTSIDE, place
+
+
+def test_below_the_line_only_torch_is_known():
+    for place in (p for p in SOURCES if top_of(p) in BELOW):
+        others = {name.split(".")[0] for name in modules(SOURCES[place])}
+        others -= KNOWN | sys.stdlib_module_names
+        assert others == LATE.get(place, set()), place
+
+
+def test_files_that_know_more_are_imported_late():
+    """Nobody imports them but each other; names in strings are imported when they are needed."""
+    late = {f"{PACKAGE}.{place.removesuffix('.py').replace('/', '.')}" for place in LATE}
+    for place in (p for p in SOURCES if top_of(p) in BELOW and p not in LATE):
+        found = modules(SOURCES[place])
+        assert not late & (found | {name.rpartition(".")[0] for name in found}), place
 
 
 def test_no_import_of_ours_waits_until_a_function_is_called():
@@ -131,29 +177,22 @@ def test_modules_of_a_package_do_not_import_each_other_in_circles():
         assert not graph, f"a circle among {sorted(graph)}"
 
 
-GUARD = f"{PACKAGE}.checkpoint.guard"
-KNOW_THE_GUARD = {f"checkpoint/{name}.py" for name in ("saving", "trainer", "vocabulary")}
+GUARD = tuple(f"{PACKAGE}.guard.{name}" for name in ("files", "reads", "saves"))
+KNOW_THE_GUARD = {
+    f"checkpoint/{name}.py" for name in ("saving", "trainer", "vocabulary", "whole_saves")
+}
 KNOW_THE_GUARD |= {"checkpoints.py", "tools/explain.py"}
 
 
 def test_the_guard_stands_beside_the_rest():
     """It knows files, not optimizers; and only what saves or loads whole checkpoints knows it."""
-    inside = {
-        place: tree for place, tree in SOURCES.items() if place.startswith("checkpoint/guard/")
-    }
-    known = ("base", "checkpoint.files", "checkpoint.guard")
+    inside = {place: tree for place, tree in SOURCES.items() if place.startswith("guard/")}
+    known = ("base", "guard")
     allowed = tuple(f"{PACKAGE}.{name}" for name in known)
     ours = {n for tree in inside.values() for n in modules(tree) if n.startswith(PACKAGE)}
     assert not {name for name in ours if not name.startswith(allowed)}
     users = {p for p, tree in SOURCES.items() if any(n.startswith(GUARD) for n in modules(tree))}
     assert users - set(inside) == KNOW_THE_GUARD
-
-
-def test_the_lower_layers_know_no_megatron():
-    for place in (p for p in SOURCES if top_of(p) in KNOW_NO_MEGATRON):
-        if place not in MAY_NAME_MEGATRON:
-            names = modules(SOURCES[place])
-            assert not {name for name in names if name.split(".")[0] == "megatron"}, place
 
 
 FIELDS = {
@@ -191,12 +230,12 @@ def _is_config(node: ast.expr) -> bool:
     return name in ("config", "_config") and not ast.unparse(node).endswith("settings.config")
 
 
-MAY_READ = {"config", "arguments", "cpu"}
+MAY_READ = {"config", "arguments", "cpu", "wrappers/config.py"}
 """Where a configuration is made, or given its meaning; the CPU back end reads the model's."""
 
 
 def test_only_settings_read_a_raw_configuration():
-    for place in (p for p in SOURCES if top_of(p) not in MAY_READ):
+    for place in (p for p in SOURCES if not {p, top_of(p)} & MAY_READ):
         assert not list(raw_reads(SOURCES[place])), place
 
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu_check.context import Context, Outcome
 from benchmarks.gpu_check.replay import Run, replay, replay_others, scaled
-from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.tools.plan.machine import MACHINES
 from megatron_eopt.tools.plan.model import ParallelLayout
 from megatron_eopt.tools.plan.planning import Plan, plan
 from megatron_eopt.tools.recipe import recipe
+from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 
 
 class Job(NamedTuple):

@@ -17,14 +17,17 @@ import torch
 from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from megatron_eopt.base.gpu import HostCopy
 from megatron_eopt.base.live_bytes import LiveBytes
+from megatron_eopt.math.products import flops_of_multiply
 from megatron_eopt.optimizers.modes import Schedule
 from megatron_eopt.optimizers.update_rule import UpdateRule
 from megatron_eopt.tools.dry_run.kernels import copied_addend, moved_by
 from megatron_eopt.wrappers.memory import Memory
+
+register_flop_formula(torch.ops.megatron_eopt.multiply, get_raw=True)(flops_of_multiply)
 
 _WITH_OUTPUT = ("gather", "scatter", "alltoall")
 """Name parts of collectives whose first argument is the output and whose second is the input."""
@@ -53,14 +56,13 @@ _PHASES = {
     "megatron_eopt.optimizers.momentum": "momentum's rounding",
     "megatron_eopt.optimizers.muon_rule._apply": "weights",
     "megatron_eopt.optimizers.muon_rule": "directions",
-    "megatron_eopt.optimizers.windows": "directions",
     "megatron_eopt.optimizers.exchange": "exchange",
     "megatron_eopt.optimizers": "update",
     "torch.optim": "update",
     "megatron_eopt.storage": "copies to the model",
     "megatron_eopt.wrappers.zero1.optimizer": "copies to the model",
     "megatron_eopt.wrappers.replicated": "copies to the model",
-    "megatron_eopt.wrappers.dtensors": "copies to the model",
+    "megatron_eopt.fsdp2.dtensors": "copies to the model",
     "megatron.core.distributed.param_and_grad_buffer": "copies to the model",
     "megatron.core.optimizer.optimizer._copy_main_params_to_model_params": "copies to the model",
     "megatron.core.optimizer.distrib_optimizer._copy_main_params": "copies to the model",
@@ -208,8 +210,8 @@ def updating_optimizer() -> str | None:
 def _stepped_in(frame: FrameType) -> str | None:
     """Return the optimizer whose step function a frame runs."""
     function = frame.f_code.co_name
-    # ``WholeMatrixRule.step``, ``MuonRule.look_ahead`` and the like, up the stack of this call
-    if not function.startswith(("step", "look_ahead")):
+    # ``WholeMatrixRule.step``, ``MuonRule.compute_ahead`` and the like, up the stack of this call
+    if not function.startswith(("step", "compute_ahead")):
         return None
     # f_locals keeps variables alive, so read those of step functions only
     is_ours = "eopt.optimizers." in frame.f_globals.get("__name__", "")

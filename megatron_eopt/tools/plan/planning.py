@@ -13,7 +13,6 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import distributed
 
 from megatron_eopt.base.agreement import group_ranks_in, ranks_of
-from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.layouts.assignment import Float64Array
 from megatron_eopt.optimizers.modes import Schedule
@@ -28,6 +27,7 @@ from megatron_eopt.tools.plan.model import (
     stages,
 )
 from megatron_eopt.tools.plan.passes import Passes, passes
+from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 from megatron_eopt.wrappers.memory import Memory
 

@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 
 from megatron_eopt.base.agreement import any_rank, group_of_members, group_ranks_in, ranks_of
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
-from megatron_eopt.storage.process_groups import process_groups
+from megatron_eopt.megatron_core.process_groups import process_groups
 from megatron_eopt.storage.shard import Ranks
 from megatron_eopt.wrappers.zero1.all_reduced import AllReducedBuffer
 

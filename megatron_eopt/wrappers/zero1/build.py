@@ -17,12 +17,12 @@ from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.element_wise import ElementWiseRule
 from megatron_eopt.optimizers.exchange import ExchangeConfig
-from megatron_eopt.optimizers.muon import declared_split
+from megatron_eopt.optimizers.muon_settings import declared_split
+from megatron_eopt.optimizers.off_loading import off_load
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
+from megatron_eopt.optimizers.specs import OptimizerSpec, update_rule_over
 from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule, bind
 from megatron_eopt.storage.shard import ParamShard
-from megatron_eopt.wrappers.off_loading import off_load
-from megatron_eopt.wrappers.specs import OptimizerSpec, update_rule_over
 from megatron_eopt.wrappers.zero1.buffers import (
     BufferSet,
     check_buffers,
@@ -89,7 +89,7 @@ def unmixed_storages(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list
             params = [param for group in spec.groups for param in group["params"]]
             assigned = [AssignedRule(_element_wise(sharding, spec, params), spec.optimizer)]
         storage = sharding.storage(spec.optimizer, by_kind[spec.is_expert])
-        storage.serve(assigned)
+        storage.set_assigned(assigned)
         storages.append(storage)
     return storages
 
@@ -101,8 +101,7 @@ def zero1_storages(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list[Z
     """
     if sharding.settings.config.muon_overlap_dp_comm:
         parts = [part for chunk in sharding.chunks for part in (chunk.ddp_config, chunk.config)]
-        # which optimizer a user has built is not known by a name
-        served = any(spec.name == "muon" for spec in specs)
+        served = any(spec.looks_ahead for spec in specs)
         raise_together(
             lambda: refuse_for_overlap(sharding.settings.config, parts, is_served=served)
         )
@@ -142,7 +141,7 @@ def _storage(
         groups += own_groups
     composite = ShardedOptimizer(groups, served, sharding.names)
     storage = sharding.storage(composite, buffers)
-    storage.serve(composite.assigned)
+    storage.set_assigned(composite.assigned)
     composite.init_state()
     for number, item in zip(numbers, composite.assigned, strict=True):
         live[number].extend(item.groups())
@@ -176,7 +175,7 @@ def _update_rule_of(
     slabs = spec.layout == "matrix_update" and spec.optimizer.tp_mode == "blockwise"
     if slabs:
         grid = data_parallel_only(grid, buffers.data)
-    overlaps = settings.config.muon_overlap_dp_comm and spec.name == "muon"
+    overlaps = settings.config.muon_overlap_dp_comm and spec.looks_ahead
     split_of = functools.partial(sharding.split_of, spec.optimizer)
     members = with_own_group(grid) if overlaps else grid
     shards = raise_together_in(
@@ -215,6 +214,6 @@ def _groups_in(
             and not any(param.requires_grad for param in group["params"])
         )
         if is_here:
-            name = type(spec.optimizer).__name__.lower()
-            groups.append({"optimizer": name, **group, "params": members})
+            called = getattr(spec.optimizer, "called", type(spec.optimizer).__name__)
+            groups.append({"optimizer": called.lower(), **group, "params": members})
     return groups

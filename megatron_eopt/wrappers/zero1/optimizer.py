@@ -11,13 +11,13 @@ from torch import Tensor
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.names import MAIN_OF_SHARDED, STEP
 from megatron_eopt.base.place import remat_size
-from megatron_eopt.optimizers.storage import Storage
-from megatron_eopt.storage.interface import gather_buckets
+from megatron_eopt.megatron_core.buckets import gather_buckets
+from megatron_eopt.megatron_core.stored_weights import StoredWeights
 from megatron_eopt.storage.shard import ParamShard
 from megatron_eopt.wrappers.zero1.all_reduced import AllReducedBuffer
 
 
-class Zero1Optimizer(Storage, DistributedOptimizer):
+class Zero1Optimizer(StoredWeights, DistributedOptimizer):
     """Stores main weights and state of a buffer set in fragments, which a torch optimizer steps."""
 
     in_buffers = True
@@ -53,7 +53,7 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
         return base._build_optimizer_group_ranges(param_groups, gbuf_ranges)
 
     # for a chain, which gathers parameters once all its members have stepped
-    step_in_chain = Storage.step_with_ready_grads
+    step_in_chain = StoredWeights.step_with_ready_grads
 
     def step_with_ready_grads(self) -> bool:
         """Step, then gather parameters unless the forward pass does."""
@@ -97,9 +97,9 @@ class Zero1Optimizer(Storage, DistributedOptimizer):
             mains |= {param: main for pair in groups for param, main in zip(*pair, strict=True)}
         return mains
 
-    def take_up(self, shards: Iterable[ParamShard]) -> list[ParamShard]:
+    def set_stepped(self, shards: Iterable[ParamShard]) -> list[ParamShard]:
         """Set the fragments that are stepped, and where they begin."""
-        stored = super().take_up(shards)
+        stored = super().set_stepped(shards)
         for shard in stored:
             shard.start = self._get_model_param_range_map(shard.param)["param"].start
         return stored

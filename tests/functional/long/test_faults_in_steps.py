@@ -12,8 +12,8 @@ import torch.distributed as dist
 import megatron_eopt
 from megatron_eopt.base.errors import NonFiniteError
 from megatron_eopt.base.names import MOMENTUM
-from megatron_eopt.config.config import EmergingOptimizerConfig
-from megatron_eopt.storage.interface import finish_gathers
+from megatron_eopt.megatron_core.buckets import finish_gathers
+from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
 from tests.harness.long_results import record_faults
 from tests.unit.storage.runs import (

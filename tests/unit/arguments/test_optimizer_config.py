@@ -10,7 +10,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, load_optimizer_config
 from megatron_eopt.arguments import config_from_args
-from megatron_eopt.config.config_file import ALLOWED, DEFAULTS_KEY
+from megatron_eopt.wrappers.config_file import ALLOWED, DEFAULTS_KEY
 from tests.unit.arguments.test_arguments import parsed, parser
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

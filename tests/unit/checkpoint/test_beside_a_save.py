@@ -19,8 +19,8 @@ from torch import distributed
 
 from megatron_eopt import checkpoints
 from megatron_eopt.base.agreement import CheckpointError
-from megatron_eopt.checkpoint.guard import saves
-from megatron_eopt.checkpoint.guard.saves import begin, replacing
+from megatron_eopt.guard import saves
+from megatron_eopt.guard.saves import begin, replacing
 from tests.functional.script import ROOT
 from tests.harness import run_ranks
 from tests.unit.checkpoint.test_unfinished import (

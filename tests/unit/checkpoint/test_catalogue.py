@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.checkpoint.catalogue import Catalogue, Saved, by_key, read_catalogue
-from megatron_eopt.checkpoint.groups import BY_PARAMETER
+from megatron_eopt.state.groups import BY_PARAMETER
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from torch import distributed
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_eopt.base.agreement import CheckpointError
-from megatron_eopt.checkpoint.files import CONFIG, METADATA, RANK_FILE, read_metadata
-from megatron_eopt.checkpoint.guard.files import (
+from megatron_eopt.guard.contents import CONFIG, METADATA, RANK_FILE, read_metadata
+from megatron_eopt.guard.files import (
     LIST,
     _share,
     _tensors_in,

@@ -10,8 +10,8 @@ from megatron.core import dist_checkpointing
 
 from megatron_eopt import checkpoints
 from megatron_eopt.base.agreement import CheckpointError
-from megatron_eopt.checkpoint.files import CONFIG, METADATA, RANK_FILE
-from megatron_eopt.checkpoint.guard.files import (
+from megatron_eopt.guard.contents import CONFIG, METADATA, RANK_FILE
+from megatron_eopt.guard.files import (
     LIST,
     check,
     fingerprint,

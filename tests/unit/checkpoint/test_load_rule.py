@@ -25,9 +25,9 @@ from megatron_eopt.base.nested_state import leaves
 from megatron_eopt.checkpoint import fsdp_dtensor
 from megatron_eopt.checkpoint.catalogue import read_catalogue
 from megatron_eopt.checkpoint.keys import split_key
-from megatron_eopt.checkpoint.rule import log_lines
 from megatron_eopt.config.registry import optimizer_names
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.megatron_fsdp import build_optimizer
+from megatron_eopt.state.rule import log_lines
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.log import listening

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_eopt import ConfigurationError
 from megatron_eopt.checkpoint.catalogue import Catalogue
-from megatron_eopt.checkpoint.rule import LoadReport, SavedState, Writer, log_lines
+from megatron_eopt.state.rule import LoadReport, SavedState, Writer, log_lines
 
 OF_ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False, "decoupled_weight_decay": True}
 ADAM = {"optimizer": "adam", **OF_ADAM, "maximize": False}

@@ -11,9 +11,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_eopt.checkpoint.groups import adopt, steps_of
 from megatron_eopt.checkpoint.keys import split_key, tensors
 from megatron_eopt.routing.groups import GROUP_ID
+from megatron_eopt.state.groups import continue_groups, steps_of
 from megatron_eopt.testing.scene import forget_megatron
 from tests.functional.saved_states import differing, tensors_in
 from tests.harness import run_ranks
@@ -268,7 +268,7 @@ def test_the_model_gets_the_main_weights_when_asked():
 def test_how_torch_computes_is_not_a_matter_of_checkpoints():
     """A checkpoint of megatron-core's Adam says ``fused=None``: counts would move to the host."""
     ours = {GROUP_ID: "adam", "fused": True, "capturable": False, "eps": 1e-8}
-    adopt([ours], [{GROUP_ID: "adam", "fused": None, "capturable": True, "eps": 1e-6}])
+    continue_groups([ours], [{GROUP_ID: "adam", "fused": None, "capturable": True, "eps": 1e-6}])
     assert ours == {GROUP_ID: "adam", "fused": True, "capturable": False, "eps": 1e-6}
 
 

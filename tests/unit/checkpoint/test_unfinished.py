@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.checkpoint import saving
-from megatron_eopt.checkpoint.files import TRACKER, folder_name, read_tracker
-from megatron_eopt.checkpoint.guard import saves
-from megatron_eopt.checkpoint.guard.files import check
-from megatron_eopt.checkpoint.guard.saves import begin, replacing, whole
+from megatron_eopt.guard import saves
+from megatron_eopt.guard.contents import TRACKER, folder_name, read_tracker
+from megatron_eopt.guard.files import check
+from megatron_eopt.guard.saves import begin, replacing, whole
 from tests.harness import run_ranks
 from tests.harness.long_results import record_faults
 

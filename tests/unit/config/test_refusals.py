@@ -13,11 +13,11 @@ import pytest
 from megatron.core.optimizer import OptimizerConfig, ParamKey
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
-from megatron_eopt.config.config_file import read_optimizer_file
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.cpu import check_supported
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.routing.routes import read_overrides
+from megatron_eopt.wrappers.config_file import read_optimizer_file
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import wrap_ddp

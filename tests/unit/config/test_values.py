@@ -16,16 +16,16 @@ from torch import nn
 from megatron_eopt import ConfigurationError, ConfigurationTypeError, EmergingOptimizerConfig
 from megatron_eopt.arguments import config_from_args
 from megatron_eopt.config import checks, values
-from megatron_eopt.config.config_file import (
-    ALLOWED,
-    load_optimizer_config,
-    read_optimizer_file,
-)
 from megatron_eopt.config.fields import field_types
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.config.values import DTYPES, read_config
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.math.coefficients import CoefficientsLike
+from megatron_eopt.wrappers.config_file import (
+    ALLOWED,
+    load_optimizer_config,
+    read_optimizer_file,
+)
 from tests.unit.arguments.test_arguments import parse
 
 FIELDS = field_types(EmergingOptimizerConfig)

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import distributed
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.checkpoint.files import TRACKER
+from megatron_eopt.guard.contents import TRACKER
 from megatron_eopt.tools.explain import explain, show
 from tests.functional.script import train
 from tests.harness import run_ranks

@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Shard
 
-from megatron_eopt.config.config import EmergingOptimizerConfig
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.contrib import megatron_fsdp_v2 as _v2  # noqa: F401  registers itself
 from megatron_eopt.matrices import gated
+from megatron_eopt.megatron_fsdp import build_optimizer
+from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 
 STEPS = 10
 MANAGED = ("optim", "optim_grads", "optim_grads_params", "no_shard")

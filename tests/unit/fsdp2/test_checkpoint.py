@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.fsdp2 import ParamKey, build_optimizer
+from megatron_eopt.fsdp2 import ParamKey
+from megatron_eopt.megatron_fsdp import build_optimizer
 from tests.functional.doc_commands import blocks
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.matrices import gated, qkv, transposed, whole
+from megatron_eopt.megatron_fsdp import build_optimizer
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import config, eager, far, shard, weights
 

@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed.tensor.debug import CommDebugMode
 
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.megatron_fsdp import build_optimizer
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import config, is_managed, make_model, set_gradients
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_eopt.config.config import OptimizerConfig
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
+from megatron_eopt.wrappers.config import OptimizerConfig
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import (
     MATRICES,

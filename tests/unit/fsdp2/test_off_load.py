@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.base.nested_state import leaves
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.optimizers import update_rule, whole_matrix_rule
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.testing.poison import PoisonedHost

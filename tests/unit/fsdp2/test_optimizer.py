@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.lr_scheduler import LambdaLR
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
 from megatron_eopt.storage.local_tensors import local_of
 from tests.harness import run_ranks

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megatron_eopt import get_megatron_optimizer
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long

@@ -5,6 +5,7 @@ import pickle
 import sys
 import types
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from megatron_eopt.config import checks
 from megatron_eopt.config.registry import EmergingOptimizerEntry, registered
 from megatron_eopt.extending import MuonRule
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.storage import uneven
 from tests.harness import run_ranks
 from tests.harness.log import listening
 from tests.harness.megatron import initialize_megatron
-from tests.unit.fsdp2.model import config, make_model
+from tests.unit.fsdp2.model import config, cut, eager, make_model
 
 REFUSED = [
     # fields of the configuration, arguments, where the model is, and what is said
@@ -41,6 +43,23 @@ REFUSED = [
 def test_what_has_no_meaning_here(fields, arguments, device, message):
     with pytest.raises(ConfigurationError, match=message):
         build_optimizer(make_model().to(device), config(**fields), **arguments)
+
+
+@eager
+def of_megatron_fsdp(layout):
+    with mock.patch.object(uneven, "_kinds", []):
+        return refused(cut(make_model(), layout, "up"), config())
+
+
+@pytest.mark.parametrize(
+    ("layout", "hint"),
+    [
+        ("optim_grads_params", "Use build_optimizer of megatron_eopt.megatron_fsdp"),
+        ("units", "Import megatron_eopt.contrib.megatron_fsdp_v2 before"),
+    ],
+)
+def test_what_megatron_fsdp_shards_needs_its_import(layout, hint):
+    assert hint in run_ranks(1, of_megatron_fsdp, layout)[0]
 
 
 def test_frozen_parameters_are_left_out():

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from benchmarks.head_to_head.deviation import torch_multiplies_in
-from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt import EmergingOptimizerConfig, TorchOptimizerConfig
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.functional.doc_commands import ROOT, blocks
@@ -136,8 +136,8 @@ def test_coefficients_of_ones_own_are_exact(coefficients: Any, algorithm: str) -
         assert np.linalg.norm(found - update) < 1e-4 * np.linalg.norm(update)
 
 
-def of_the_page() -> EmergingOptimizerConfig:
-    names: dict[str, Any] = {"EmergingOptimizerConfig": EmergingOptimizerConfig}
+def of_the_page() -> TorchOptimizerConfig:
+    names: dict[str, Any] = {"TorchOptimizerConfig": TorchOptimizerConfig}
     exec(SETTINGS, names)
     return names["config"]
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.megatron_fsdp import build_optimizer
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import config, cut, is_in_units, is_managed, named

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.contrib import megatron_fsdp_v2 as _v2  # noqa: F401  registers itself
 from megatron_eopt.matrices import qkv
+from megatron_eopt.megatron_fsdp import build_optimizer
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import Model, config, cut, eager, far, named, set_gradients, weights

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import megatron_eopt.optimizers.built_in  # noqa: F401  registers optimizers
 from benchmarks.newton_schulz_accuracy import degenerate, in_form, largest_value
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.config.config import EmergingOptimizerConfig
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.math import backends
 from megatron_eopt.math.backends import Backend, register_backend
@@ -21,6 +20,7 @@ from megatron_eopt.math.coefficients import (
     response,
 )
 from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
+from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from tests.harness.tiers import mostly_long
 
 SHAPES = ((96, 96), (1, 96), (96, 400))

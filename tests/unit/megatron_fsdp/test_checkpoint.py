@@ -14,8 +14,8 @@ from torch.distributed import checkpoint
 from megatron_eopt import ConfigurationError
 from megatron_eopt.checkpoint.catalogue import Catalogue
 from megatron_eopt.checkpoint.fsdp_dtensor import match
-from megatron_eopt.checkpoint.groups import BY_PARAMETER
 from megatron_eopt.checkpoint.keys import Saved
+from megatron_eopt.state.groups import BY_PARAMETER
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long

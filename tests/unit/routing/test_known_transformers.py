@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.matrices import gated, transposed
+from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.routing import known_transformers
 from megatron_eopt.routing.known_transformers import inputs_first
 from megatron_eopt.routing.places import places_in

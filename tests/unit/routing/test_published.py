@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron_eopt import EmergingOptimizerConfig
-from megatron_eopt.fsdp2 import build_optimizer
-from megatron_eopt.wrappers import fsdp2
+from megatron_eopt.fsdp2 import build, build_optimizer
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
 
@@ -55,7 +54,7 @@ def route_text(route: Any, split: Any) -> str:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_weight_is_updated_as_a_sentence_says(name):
     case = MODELS[name]
-    with patch.object(fsdp2, "log_routing") as logged:
+    with patch.object(build, "log_routing") as logged:
         build_optimizer(built(case), settings(case))
     _, routing = logged.call_args.args
     said = {}

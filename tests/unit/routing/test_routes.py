@@ -20,6 +20,7 @@ from megatron_eopt.routing.groups import param_group
 from megatron_eopt.routing.parameters import check_dtypes, cut_dimension, trainable_parameters
 from megatron_eopt.routing.places import places_in
 from megatron_eopt.routing.routes import describe, overrides_of, read_overrides, unmatched
+from megatron_eopt.wrappers import grouping as grouping_of
 from tests.unit.routing.toy import Toy, groups_of, routes_of
 
 
@@ -488,11 +489,11 @@ def test_groups_of_another_function_become_overrides(monkeypatch):
         return [{"params": weights[:1], **usual, **differing}, {"params": [], **usual, **own}]
 
     for function, expected in ((grouping, [{"own": 3, "wd_mult": 0.5}]), (None, None)):
-        monkeypatch.setattr(rules, "find_upstream", lambda _, its=function: its)
-        found = rules.with_callers_grouping(settings, [], given)
+        monkeypatch.setattr(grouping_of, "find_upstream", lambda _, its=function: its)
+        found = grouping_of.with_callers_grouping(settings, [], given)
         assert [*found.values()] == expected if expected else found is given
     monkeypatch.undo()
-    assert rules.with_callers_grouping(settings, [], given) is given
+    assert grouping_of.with_callers_grouping(settings, [], given) is given
 
 
 def test_a_third_party_optimizer_has_its_own_overrides(monkeypatch):

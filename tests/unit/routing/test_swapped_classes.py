@@ -25,7 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.contrib import megatron_fsdp_v2 as _v2  # noqa: F401  registers itself
+from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.routing.places import places_in
 from tests.harness import run_ranks
 from tests.harness.log import listening

@@ -17,7 +17,7 @@ from megatron_eopt.config.settings import resolve
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.routing.outputs import OUTPUT_LAYERS, output_layers
 from megatron_eopt.routing.parameters import trainable_parameters
-from megatron_eopt.routing.places import places_in
+from megatron_eopt.routing.places import ModelWalk, places_in
 from megatron_eopt.routing.routes import route_all
 from tests.harness import run_ranks
 
@@ -129,7 +129,7 @@ WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
 def routes(model: nn.Module, **fields: Any) -> dict[str, tuple[str, str]]:
     """Return optimizer and reason of every tensor, by its name without wrappers."""
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.1, **fields)
-    found = output_layers(model, OUTPUT_LAYERS).values()
+    found = output_layers(ModelWalk(model), OUTPUT_LAYERS).values()
     outputs = [param for module in found for param in module.parameters()]
     parameters = trainable_parameters(places_in([model]), outputs, stacks=True)
     by_param = {

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
-from megatron_eopt.fsdp2 import ParamKey, build_optimizer
+from megatron_eopt.fsdp2 import ParamKey
+from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.optimizers.element_wise import Adam
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.testing.scene import forget_megatron

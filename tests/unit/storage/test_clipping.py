@@ -7,8 +7,8 @@ import pytest
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, SEPARATE_GRAD_NORM_GROUPS
 
 from megatron_eopt import get_megatron_optimizer
-from megatron_eopt.config.config import EmergingOptimizerConfig
-from megatron_eopt.optimizers.storage import named_gradients
+from megatron_eopt.megatron_core.stored_weights import named_gradients
+from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
 from tests.unit.storage.runs import MOE, Run, inject, make_chunk, make_optimizer
 

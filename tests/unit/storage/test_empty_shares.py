@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long

@@ -12,7 +12,7 @@ import torch
 
 from megatron_eopt.base import kernels
 from megatron_eopt.math import passes
-from megatron_eopt.optimizers.storage import Storage
+from megatron_eopt.megatron_core.stored_weights import StoredWeights
 from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers.gradients import GradNorm
 from tests.harness import run_ranks
@@ -61,7 +61,7 @@ def stepped(case: Case, way: int) -> dict[str, Any]:
             else:
                 update_rule.scale_gradients(factor)
     # update rules write the model's weights as well: nobody has to copy them
-    copied = patch.object(Storage, "copy_mains", lambda *_: None)
+    copied = patch.object(StoredWeights, "copy_mains", lambda *_: None)
     with interpreted_passes() if way == KERNELS else nullcontext(), copied:
         if way != NONE:
             optimizer.step_with_ready_grads()

@@ -11,9 +11,7 @@ import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import distrib_optimizer
 
-from megatron_eopt.optimizers.scalar import ELEMENT_WISE_CLASSES
 from megatron_eopt.testing.scene import forget_megatron
-from megatron_eopt.wrappers import specs
 from tests.harness import run_ranks
 from tests.harness.models import copies_of
 from tests.unit.storage import full_state, runs
@@ -72,11 +70,9 @@ def installed() -> Iterator[None]:
     places = (megatron_optimizer, distrib_optimizer)
     told = {megatron_optimizer: {"USING_PYTORCH_OPTIMIZER": False}}
     told[distrib_optimizer] = {"HAVE_APEX_OR_TE": True, "USING_TE_OPTIMIZER": True}
-    known = {"ELEMENT_WISE_CLASSES": ELEMENT_WISE_CLASSES | {FusedAdam}}
-    with mock.patch.multiple(specs, **known):
-        patches = [mock.patch.multiple(p, create=True, Adam=FusedAdam, **told[p]) for p in places]
-        with patches[0], patches[1]:
-            yield
+    patches = [mock.patch.multiple(p, create=True, Adam=FusedAdam, **told[p]) for p in places]
+    with patches[0], patches[1]:
+        yield
 
 
 def counts_of(optimizer: Any) -> set[int]:

@@ -8,7 +8,7 @@ import torch
 
 import megatron_eopt
 from megatron_eopt.base.errors import NonFiniteError
-from megatron_eopt.config.config import EmergingOptimizerConfig
+from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.storage.runs import (

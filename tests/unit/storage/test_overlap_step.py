@@ -1,16 +1,22 @@
 """Muon's step beside the communication of gradients and parameters, in the bits of one after it."""
 
 import itertools
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megatron_eopt import get_megatron_optimizer
+from megatron_eopt import TensorParallelMuon, get_megatron_optimizer, register_optimizer
 from megatron_eopt.base.errors import ConfigurationError, NonFiniteError
-from megatron_eopt.config.config import EmergingOptimizerConfig
+from megatron_eopt.config.keys import ParamKey, get_standard_config_overrides
+from megatron_eopt.config.registry import is_registered
+from megatron_eopt.extending import MuonRule
+from megatron_eopt.optimizers.exchange import ParamWithGrad
+from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import forward_backward, synthetic_batch, tiny_gpt, wrap_ddp
@@ -246,6 +252,126 @@ def check_order(events: list[str]) -> int:
     windows = [its for its in " ".join(order).split("gather") if "exchange" in its]
     assert len(windows) == order.count("gather") > 3
     return len(windows)
+
+
+class WarmedRule(MuonRule):
+    """Its momentum rises with the count of steps, which a step ahead must know, too."""
+
+    counts_steps = looks_ahead = True
+
+    def _directions(
+        self, items: Mapping[int, ParamWithGrad], arriving: Sequence[int], outs: Any
+    ) -> Mapping[int, torch.Tensor]:
+        for item in items.values():
+            share = item.group["momentum"] * (1 - 1 / (float(item.state["step"]) + 1))
+            item.state["momentum_buffer"].lerp_(item.param.grad, 1 - share)
+        return {number: item.state["momentum_buffer"] for number, item in items.items()}
+
+
+class LastRule(MuonRule):
+    """Reads the count where updates are applied, and looks ahead as Muon does."""
+
+    counts_steps = True
+
+    def _apply(self, items: Sequence[ParamWithGrad], updates: Mapping[int, torch.Tensor]) -> None:
+        for item in items:
+            updates[item.number].mul_(1 / float(item.state["step"]))
+        super()._apply(items, updates)
+
+
+class HeldRule(MuonRule):
+    """Has directions of its own, and does not say what they depend on."""
+
+    def _directions(
+        self, items: Mapping[int, ParamWithGrad], arriving: Sequence[int], outs: Any
+    ) -> Mapping[int, torch.Tensor]:
+        directions = super()._directions(items, arriving, None)
+        return {number: direction.abs().sqrt() for number, direction in directions.items()}
+
+
+RULES = {"warmed": WarmedRule, "last": LastRule, "held": HeldRule}
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    """Return settings of a run, drawn at random."""
+    draw = random.Random(seed)
+    # of some matrices, which another optimizer of matrices or of elements steps
+    others = draw.choice([None, "held", "adaptive_muon", "soap", "lion", "adam", "warmed"])
+    has_cautious = others not in ("soap", "lion")
+    return {
+        "optimizer": draw.choice(["muon", "warmed", "last"]),
+        "others": others,
+        "muon_nesterov": draw.random() < 0.5,
+        "muon_momentum": draw.choice([0.0, 0.6, 0.95]),
+        "decoupled_weight_decay": (decoupled := draw.random() < 0.7),
+        "cautious_weight_decay": has_cautious and decoupled and draw.random() < 0.4,
+        "muon_split_qkv": draw.random() < 0.5,
+        "muon_skip_grad_clip": draw.random() < 0.3,
+        "clip_grad": draw.choice([0.0, 0.05, 100.0]),
+        "bf16": draw.random() < 0.5,
+        "bucket_size": draw.choice([1000, 3000, 20000]),
+    }
+
+
+def outcome(settings: dict[str, Any], overlap: bool) -> dict[str, torch.Tensor]:
+    """Return weights and state after four steps."""
+    settings = dict(settings)
+    model_parallel_cuda_manual_seed(123)
+    others, bucket = settings.pop("others"), settings.pop("bucket_size")
+    dtype = torch.bfloat16 if settings["bf16"] else torch.float32
+    model = tiny_gpt(layers=3, dtype=dtype, bias=False)
+    chunk = wrap_ddp(model, **SHARDED | OVERLAP | {"bucket_size": bucket})
+    config = EmergingOptimizerConfig(
+        lr=0.01,
+        weight_decay=0.1,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+        muon_overlap_dp_comm=overlap,
+        **settings,
+    )
+    overrides = get_standard_config_overrides(config)
+    if others is not None:
+        overrides |= {ParamKey(name="*fc1.weight"): {"optimizer": others}}
+    optimizer = get_megatron_optimizer(config, [chunk], overrides)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(4):
+        optimizer.zero_grad()
+        chunk.zero_grad_buffer()
+        forward_backward([chunk], [synthetic_batch(4 * step + i) for i in range(rank, 4, size)])
+        optimizer.step()
+    chunk.disable_forward_pre_hook()
+    found = {name: param.detach().clone() for name, param in chunk.named_parameters()}
+    for link in optimizer.chained_optimizers:
+        for number, item in enumerate(link.shards):
+            found |= {f"{number} {k}": v.clone() for k, v in link.tensors_of(item).items()}
+    return found
+
+
+def compare(seeds: list[int]) -> list[str]:
+    """Return what differs between a step with overlap and one without, for some draws."""
+    for name, rule in RULES.items():
+        cls = type(name, (TensorParallelMuon,), {"update_rule_class": rule})
+        fields = {"state_layout": "matrix_update", "prefixes": (name, "muon")}
+        if not is_registered(name):
+            register_optimizer(name, cls, **fields)
+    initialize_megatron()
+    differing = []
+    for seed in seeds:
+        settings = drawn(seed)
+        plain, overlapped = outcome(settings, False), outcome(settings, True)
+        names = [n for n in plain if not is_same(plain[n], overlapped[n])]
+        steps = {float(v) for n, v in overlapped.items() if n.endswith(" step")}
+        counted = "last" in settings.values() or "warmed" in settings.values()
+        if names or plain.keys() != overlapped.keys() or (counted and 4.0 not in steps):
+            differing.append(f"{seed}: {settings}: {names[:4]}, steps {steps}")
+    return differing
+
+
+def test_every_rule_with_any_settings_has_the_bits_of_a_plain_step():
+    """Fresh draws in every run; a seed that fails is printed, and ``drawn`` repeats it."""
+    seeds = [random.randrange(10**6) for _ in range(6)]
+    for differing in run_ranks(2, compare, seeds, timeout=300):
+        assert not differing
 
 
 def refused() -> str:

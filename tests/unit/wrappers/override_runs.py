@@ -13,7 +13,7 @@ from torch import nn
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.config.fields import constructor_parameters
 from megatron_eopt.config.registry import entries, optimizer_names
-from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.optimizers.element_wise import AdamW
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_ddp, wrap_fsdp2

@@ -96,8 +96,8 @@ def test_an_embedding_that_is_frozen_on_one_stage_alone():
 
 SAVING = "megatron_eopt.checkpoint.requests.StateRequests.__init__"
 LOADING = [
-    "megatron_eopt.checkpoint.requests.StateRequests.take",
-    "megatron_eopt.checkpoint.optimizer_state.adopt",
+    "megatron_eopt.checkpoint.requests.StateRequests.write_loaded",
+    "megatron_eopt.checkpoint.optimizer_state.continue_groups",
 ]
 
 

@@ -13,7 +13,8 @@ from megatron_eopt import (
     EmergingOptimizerConfig,
     get_megatron_optimizer,
 )
-from megatron_eopt.extending import build_sharded, register_storage
+from megatron_eopt.contrib.declared_boxes import build_sharded
+from megatron_eopt.extending import register_storage
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.testing import conformance
 from megatron_eopt.wrappers import builders

@@ -13,8 +13,8 @@ from megatron_eopt.config.registry import registered
 from megatron_eopt.extending import EmergingOptimizerEntry
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.math.orthogonalize import SCALE_MODES
+from megatron_eopt.optimizers import warnings
 from megatron_eopt.testing.scene import forget_megatron
-from megatron_eopt.wrappers import factory
 from tests.harness import run_ranks
 from tests.unit.contracts.callers import scheduler_of
 from tests.unit.fsdp2.model import config, gradient, make_model
@@ -36,11 +36,11 @@ OWN = EmergingOptimizerEntry(OwnOrthogonalize, state_layout="matrix_update", pre
 
 def heard(case: Case) -> list[str]:
     """Return what is said while a case is built."""
-    factory._said.clear()  # each is said once in a process
-    said = mock.patch.object(factory, "log_single_rank")
+    warnings._said.clear()  # each is said once in a process
+    said = mock.patch.object(warnings, "warn")
     with registered("own_orthogonalize", OWN), said as logged:
         build(case)
-    return [call.args[2] for call in logged.call_args_list]
+    return [call.args[1] for call in logged.call_args_list]
 
 
 def plain(name: str, overrides: dict[str, str] | None = None, **fields: Any) -> Case:
@@ -125,7 +125,7 @@ def test_what_else_differs_from_megatron_core_or_papers_is_told():
 
 @pytest.mark.parametrize("method", ["default", "adamuon"])
 def test_adaptive_muon_begins_with_updates_of_muon_s_size_or_tells(method, caplog):
-    factory._said.clear()
+    warnings._said.clear()
     given = {} if method == "default" else {"adaptive_muon_moment2_method": method}
     updates = {}
     for name, fields in (("muon", {}), ("adaptive_muon", given)):
