@@ -97,7 +97,7 @@ class ElementWiseRule(UpdateRule):
         shards: Sequence[ParamShard],
     ) -> None:
         # equal on all ranks: one without matrices has this rule in place of Muon's
-        super().__init__(getattr(optimizer, "called", type(optimizer).__name__), shards)
+        super().__init__(optimizer_name(optimizer), shards)
         self._optimizer: Any = optimizer
         self.one_pass = optimizer if isinstance(optimizer, _InOnePass) else None
         self.fuses_grad_scale = self.fits_beside = self.one_pass is not None
@@ -174,6 +174,12 @@ class ElementWiseRule(UpdateRule):
                     group.update({**part, "params": group["params"]})
 
         host.step_in_chunks((param for group in groups for param in group["params"]), step, state)
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    """Return what messages and saved groups call an optimizer, equal on all ranks."""
+    name: str = getattr(optimizer, "called", type(optimizer).__name__)
+    return name
 
 
 class LocalShardRule(ElementWiseRule):

@@ -15,7 +15,7 @@ from megatron_eopt.config.checks import refuse_for_overlap
 from megatron_eopt.config.settings import RunSettings
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
-from megatron_eopt.optimizers.element_wise import ElementWiseRule
+from megatron_eopt.optimizers.element_wise import ElementWiseRule, optimizer_name
 from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.muon_settings import declared_split
 from megatron_eopt.optimizers.off_loading import off_load
@@ -214,6 +214,6 @@ def _groups_in(
             and not any(param.requires_grad for param in group["params"])
         )
         if is_here:
-            called = getattr(spec.optimizer, "called", type(spec.optimizer).__name__)
-            groups.append({"optimizer": called.lower(), **group, "params": members})
+            name = optimizer_name(spec.optimizer).lower()
+            groups.append({"optimizer": name, **group, "params": members})
     return groups
