@@ -3,8 +3,8 @@
 import copy
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from megatron_eopt.base.errors import check_choice
 from megatron_eopt.base.names import IN_RANK_FILES, STANDARD_OPTIMIZERS
@@ -52,12 +52,6 @@ class RunSettings:
             if (value := getattr(self.config, f"{prefix}_{name}", None)) is not None:
                 return value
         return None
-
-    def having(self, **fields: Any) -> Self:
-        """Return these settings with other values of fields of the configuration."""
-        config = copy.copy(self.config)
-        vars(config).update(fields)
-        return replace(self, config=config)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@ The code that cuts the model sets ``param.eopt_place``; see
 :class:`megatron_eopt.base.place.DeclaredBox`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +17,15 @@ from megatron_eopt.base.agreement import gather_objects, raise_together, raise_t
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import PLACE_ATTRIBUTE
 from megatron_eopt.base.place import declared_box
+from megatron_eopt.config.settings import Settings
 from megatron_eopt.fsdp2.optimizer import DTensorOptimizer
 from megatron_eopt.layouts import Layout, block_layout
 from megatron_eopt.layouts.boxes import weights_of
-from megatron_eopt.matrices import Split
-from megatron_eopt.optimizers.build import build_routed
+from megatron_eopt.matrices import whole
+from megatron_eopt.optimizers.build import build_routed, exchange_of
+from megatron_eopt.optimizers.exchange import ExchangeConfig
+from megatron_eopt.optimizers.specs import OptimizerSpec
+from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.storage.shard import ParamShard, Ranks, box_layouts
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
@@ -40,8 +45,11 @@ class PlacedShards:
             parameters, or their boxes overlap or have gaps.
     """
 
-    def __init__(self, names: Mapping[Tensor, str], group: dist.ProcessGroup | None) -> None:
-        self._ranks = Ranks.of(group)
+    def __init__(
+        self, settings: Settings, routing: Routing, group: dist.ProcessGroup | None
+    ) -> None:
+        self._settings, self._matrices = settings, routing.matrices
+        self._ranks, names = Ranks.of(group), routing.names
         # a parameter without a place must raise before the others wait for this rank's places
         described = raise_together_in(group, lambda: [_described(p, n) for p, n in names.items()])
         of_ranks = (
@@ -58,18 +66,14 @@ class PlacedShards:
             param: _BoxesOfRanks([of_rank[number][1:3] for of_rank in of_ranks])
             for number, param in enumerate(names)
         }
-        for (param, boxes), (name, *_, whole) in zip(self._boxes.items(), described, strict=True):
-            if not boxes.cover(whole):
+        for (param, boxes), (name, *_, shape) in zip(self._boxes.items(), described, strict=True):
+            if not boxes.cover(shape):
                 rule = "does not store every element once, on all ranks of the group together"
                 hint = "Correct the offsets; several ranks may store the same box, as copies"
                 argument = f"{name}.{PLACE_ATTRIBUTE}"
                 raise ConfigurationError(argument, declared_box(param), rule, hint)
 
-    def group_of(self, param: Tensor) -> dist.ProcessGroup | None:
-        """Return the group; None for one rank."""
-        return self._ranks.group
-
-    def is_cut(self, param: Tensor) -> bool:
+    def kind_of(self, param: Tensor) -> Hashable:
         """Return whether ranks store different parts."""
         return bool(self._boxes[param].is_first[1:].any())
 
@@ -78,24 +82,23 @@ class PlacedShards:
         return bool(self._boxes[param].is_first[self._ranks.rank])
 
     def shards(
-        self,
-        params: Mapping[str, Tensor],
-        splits: Sequence[Split],
-        group: dist.ProcessGroup | None,
-        computed_by: Callable[[Sequence[Layout]], Sequence[int]],
-    ) -> list[ParamShard]:
-        """Return the shards of some parameters."""
-        return [
-            ParamShard(
-                name,
-                param,
-                split,
-                box_layouts(split, self._boxes[param].layout(_whole(param), split.cols, name)),
-                self._ranks,
-                tuple(param.shape),
-            )
-            for (name, param), split in zip(params.items(), splits, strict=True)
-        ]
+        self, spec: OptimizerSpec, params: Mapping[str, Tensor]
+    ) -> tuple[list[ParamShard], ExchangeConfig]:
+        """Return the shards of some parameters, and how they are exchanged."""
+
+        def made() -> list[ParamShard]:
+            return [self._shard(name, param) for name, param in params.items()]
+
+        # each matrix is computed on one rank, whatever the mode for tensor-parallel shards
+        first = next(iter(params.values()))
+        config = replace(exchange_of(self._settings, spec, first, is_cut=True), mode="exchange")
+        return raise_together_in(self._ranks.group, made), config
+
+    def _shard(self, name: str, param: Tensor) -> ParamShard:
+        split = self._matrices[param] or whole(_whole(param))
+        layout = self._boxes[param].layout(_whole(param), split.cols, name)
+        layouts = box_layouts(split, layout)
+        return ParamShard(name, param, split, layouts, self._ranks, tuple(param.shape))
 
 
 type _Described = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -191,15 +194,12 @@ def build_sharded(
             check_half(routing)
 
     raise_together(check)
-    source = PlacedShards(routing.names, group)
+    source = PlacedShards(settings, routing, group)
     for param in routing.names:
         if not source.counts(param):
             # megatron-core then leaves it out of gradient norms and counts of zeros
             param.shared = True  # type: ignore[attr-defined]
-    # each matrix is computed on one rank, whatever the mode for tensor-parallel shards
-    inner: Any = build_routed(
-        settings.having(muon_tp_mode="exchange"), routing, source, DTensorOptimizer
-    )
+    inner: Any = build_routed(settings, routing, source, DTensorOptimizer)
     alone: Any = SimpleNamespace(tp=_Alone(), expt_tp=_Alone())
     scaler = make_scaler(settings) if settings.half else None
     return chain_of_shards(inner, context, norm_group or group, alone, scaler)

@@ -1,6 +1,6 @@
 """DTensors of any framework: which ranks hold which shards, and one optimizer for all of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,16 +10,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.base.agreement import gather_objects, group_of_members
+from megatron_eopt.base.agreement import gather_objects, group_of_members, raise_together_in
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import Int64Array
-from megatron_eopt.base.place import refuse_part
+from megatron_eopt.base.place import refuse_part, whole_shape
 from megatron_eopt.config.checks import refuse_for_dtensors
 from megatron_eopt.config.settings import Settings
 from megatron_eopt.fsdp2.optimizer import DTensorOptimizer
 from megatron_eopt.layouts import Layout, dtensor_layout
-from megatron_eopt.matrices import Split
-from megatron_eopt.optimizers.build import ComputedBy, build_routed
+from megatron_eopt.matrices import Split, whole
+from megatron_eopt.optimizers.build import build_routed, exchange_of
+from megatron_eopt.optimizers.exchange import ExchangeConfig
+from megatron_eopt.optimizers.modes import place_matrices
+from megatron_eopt.optimizers.specs import OptimizerSpec
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.splits import tensor_parallel_cut
 from megatron_eopt.storage.local_tensors import local_of
@@ -30,10 +33,36 @@ from megatron_eopt.storage.uneven import uneven_kind
 class DTensorShards:
     """Finds out which ranks store which parts of DTensors; a whole tensor is this rank's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings, matrices: Mapping[Tensor, Split | None]) -> None:
+        self._settings, self._matrices = settings, matrices
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
-    def group_of(self, param: Tensor) -> dist.ProcessGroup | None:
+    def kind_of(self, param: Tensor) -> Hashable:
+        """Return the ranks that store a part of ``param``, and whether none stores all of it."""
+        return self._group_of(param), _is_cut(param)
+
+    def shards(
+        self, spec: OptimizerSpec, params: Mapping[str, Tensor]
+    ) -> tuple[list[ParamShard], ExchangeConfig]:
+        """Return the shards of some parameters, and how they are exchanged.
+
+        Of several replicas, the one that includes the rank which computes a matrix is the source,
+        because that rank has a part of it already.
+        """
+        first = next(iter(params.values()))
+        group, is_cut = self._group_of(first), _is_cut(first)
+        config = exchange_of(self._settings, spec, first, is_cut=is_cut)
+        size = 1 if group is None else group.size()
+
+        def computed_by(layouts: Sequence[Layout]) -> list[int]:
+            placements, _ = place_matrices(layouts, size, config.mode, config.wave_bytes)
+            return [int(placement.compute.boxes.rank[0]) for placement in placements]
+
+        splits = [self._matrices[p] or whole(whole_shape(p)) for p in params.values()]
+        shards = raise_together_in(group, lambda: _shards(params, splits, group, computed_by))
+        return shards, config
+
+    def _group_of(self, param: Tensor) -> dist.ProcessGroup | None:
         """Return the group of all ranks that store a part of ``param``; None for one rank.
 
         Meshes of several dimensions (HSDP, tensor parallelism) have one torch group per dimension
@@ -49,26 +78,13 @@ class DTensorShards:
             self._made[ranks] = mesh.get_group() if mesh.ndim == 1 else group_of_members(ranks)
         return self._made[ranks]
 
-    def is_cut(self, param: Tensor) -> bool:
-        """Return whether no rank stores the whole parameter."""
-        if not isinstance(param, DTensor):
-            return False
-        extents = zip(param.placements, param.device_mesh.shape, strict=True)
-        return any(size > 1 and not placement.is_replicate() for placement, size in extents)
 
-    def shards(
-        self,
-        params: Mapping[str, Tensor],
-        splits: Sequence[Split],
-        group: dist.ProcessGroup | None,
-        computed_by: ComputedBy,
-    ) -> list[ParamShard]:
-        """Return the shards of some parameters; collective over their :meth:`group_of`.
-
-        Of several replicas, the one that includes the rank which computes a matrix is the source,
-        because that rank has a part of it already.
-        """
-        return _shards(params, splits, group, computed_by)
+def _is_cut(param: Tensor) -> bool:
+    """Return whether no rank stores the whole parameter."""
+    if not isinstance(param, DTensor):
+        return False
+    extents = zip(param.placements, param.device_mesh.shape, strict=True)
+    return any(size > 1 and not placement.is_replicate() for placement, size in extents)
 
 
 def _ranks_in(param: DTensor) -> Int64Array:
@@ -89,7 +105,7 @@ def _shards(
     params: Mapping[str, Tensor],
     splits: Sequence[Split],
     group: dist.ProcessGroup | None,
-    computed_by: ComputedBy,
+    computed_by: Callable[[Sequence[Layout]], Sequence[int]],
 ) -> list[ParamShard]:
     sizes = _held_by_all(list(params.values()), group)
     layouts = [
@@ -199,4 +215,4 @@ def build_dtensors(
     cls: Callable[..., DTensorOptimizer] = DTensorOptimizer,
 ) -> Any:
     """Build the optimizer, an instance of ``cls``, of DTensors or whole tensors; collective."""
-    return build_routed(settings, routing, DTensorShards(), cls)
+    return build_routed(settings, routing, DTensorShards(settings, routing.matrices), cls)

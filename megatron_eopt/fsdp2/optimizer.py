@@ -17,7 +17,6 @@ from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.names import STEP
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
-from megatron_eopt.optimizers.lending import keep
 from megatron_eopt.optimizers.rates import RatesApart
 from megatron_eopt.optimizers.recorder import Recorder
 from megatron_eopt.optimizers.sharded_optimizer import Served, ShardedOptimizer
@@ -118,9 +117,7 @@ class DTensorOptimizer(ShardedOptimizer):
         for item, found in published.items():
             for param, found_of in zip(item.rule.params, found, strict=True):
                 self.state[param].update(found_of)
-        kept = self._show_as_saved()
         result = super().state_dict()
-        self.state.update(kept)
         for item, found in published.items():
             # only owners keep the values, and the result keeps the dictionaries replaced here
             self._stand_for(item, found)
@@ -292,20 +289,6 @@ class DTensorOptimizer(ShardedOptimizer):
             own = {key: value for key, value in self.state[param].items() if key not in old | new}
             self.state[param] = own | dict.fromkeys(new)
         item.stands = names
-
-    def _show_as_saved(self) -> dict[Tensor, dict[str, Any]]:
-        """Convert state to the form of state dicts, and return the state that it replaced."""
-        kept = {}
-        for item in self.assigned:
-            update_rule = item.rule
-            for _, param, number in update_rule.numbered(item.groups()):
-                values = {key: local_of(value) for key, value in self.state[param].items()}
-                shown = update_rule.saved_form(number, values)
-                if shown is not values:
-                    kept[param] = self.state[param]
-                    self.state[param] = {}
-                    keep(update_rule, param, self.state[param], shown)
-        return kept
 
 
 def _copy(param: Tensor, mine: Tensor, value: Any) -> None:

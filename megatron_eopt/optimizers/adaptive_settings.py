@@ -45,9 +45,8 @@ class AdaptiveMuonSettings(MuonSettings):
     All other arguments are those of :class:`MuonSettings`.
 
     Raises:
-        ConfigurationError: If a value is out of bounds, NAMO is used with l2 weight decay, a
-            subclass that updates whole parameters is used with ``bias_correction``, or one with an
-            update rule of its own is used with another method than that rule's.
+        ConfigurationError: If a value is out of bounds, NAMO is used with l2 weight decay, or a
+            subclass with an update rule of its own is used with another method than that rule's.
     """
 
     update_rule_class: type[MuonRule] = AdaptiveMuonRule
@@ -80,8 +79,6 @@ class AdaptiveMuonSettings(MuonSettings):
     ) -> None:
         check_choice("moment2_method", moment2_method, MOMENT2_METHODS)
         check_bounds(beta2=beta2, eps=eps)
-        if bias_correction:
-            self._refuse_own_way("bias_correction", bias_correction)
         # with the names of emerging-optimizers' AdaptiveMuon, whose constructor is not called
         self.moment2_method: Moment2MethodT = moment2_method
         self.scale_mode, self.extra_scale_factor = scale_mode, extra_scale_factor

@@ -1,21 +1,18 @@
-"""Builds one optimizer of routed parameters, wherever their shards are."""
+"""Builds one optimizer of some parameters, wherever their shards are."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron_eopt.base.agreement import raise_together, raise_together_in
+from megatron_eopt.base.agreement import raise_together
 from megatron_eopt.base.names import TpModeT
-from megatron_eopt.base.place import whole_shape
 from megatron_eopt.config.arguments import arguments_of
 from megatron_eopt.config.settings import Settings
-from megatron_eopt.layouts import Layout
-from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.element_wise import ElementWiseRule
 from megatron_eopt.optimizers.exchange import ExchangeConfig
-from megatron_eopt.optimizers.modes import place_matrices
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
 from megatron_eopt.optimizers.specs import OptimizerSpec, optimizer_specs, update_rule_over
 from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule
@@ -24,65 +21,87 @@ from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.storage.shard import ParamShard
 
-type ComputedBy = Callable[[Sequence[Layout]], Sequence[int]]
-"""Returns a rank that computes each of some matrices."""
+type OptimizerClass = Callable[..., ShardedOptimizer]
+"""A ShardedOptimizer, or what returns one for the same arguments."""
 
 
 class ShardSource(Protocol):
     """Knows which ranks store which parts of parameters."""
 
-    def group_of(self, param: Tensor) -> Any:
-        """Return the ranks that store a part of ``param``; None for this rank alone."""
-
-    def is_cut(self, param: Tensor) -> bool:
-        """Return whether no rank stores the whole parameter."""
+    def kind_of(self, param: Tensor) -> Hashable:
+        """Return what parameters of one update rule have in common; collective."""
 
     def shards(
-        self,
-        params: Mapping[str, Tensor],
-        splits: Sequence[Split],
-        group: Any,
-        computed_by: ComputedBy,
-    ) -> list[ParamShard]:
-        """Return the shards of some parameters; collective over their group."""
+        self, spec: OptimizerSpec, params: Mapping[str, Tensor]
+    ) -> tuple[list[ParamShard], ExchangeConfig]:
+        """Return the shards of parameters of one kind, and how they are exchanged; collective.
+
+        If it raises an error, it does so on all ranks that store them.
+        """
 
 
-def build_routed(
-    settings: Settings,
-    routing: Routing,
+def build_over(
+    specs: Sequence[OptimizerSpec],
+    names: Mapping[Tensor, str],
     source: ShardSource,
-    cls: Callable[..., ShardedOptimizer],
+    config: Any,
+    cls: OptimizerClass = ShardedOptimizer,
 ) -> ShardedOptimizer:
-    """Build the optimizer, an instance of ``cls``, of routed parameters; collective.
+    """Build one optimizer with the groups of some optimizers; collective.
 
-    ``source`` says where they are stored.
+    Args:
+        specs: The optimizers, each with its groups.
+        names: The names of their parameters and maybe of others, in the order of the model, the
+            same on all ranks that store a parameter.
+        source: Says where matrices are stored.
+        config: The configuration.
+        cls: Class of the result.
     """
     groups: list[ParamGroup] = []
     served: list[tuple[UpdateRule, slice]] = []
-    order = {param: number for number, param in enumerate(routing.names)}
-    # all ranks raise together; otherwise the others would wait in a collective
-    specs = raise_together(lambda: _checked(settings, routing))
+    order = {param: number for number, param in enumerate(names)}
     for spec in specs:
         places = slice(len(groups), len(groups) + len(spec.groups))
-        groups += [{**group, **_rates(settings, group)} for group in spec.groups]
+        groups += spec.groups
         params = [param for group in spec.groups for param in group["params"]]
-        # in model order, because ranks create groups and exchange shards parameter by parameter
+        # ranks create process groups and exchange shards parameter by parameter
         params.sort(key=order.__getitem__)
-        if spec.layout == "element_wise":
-            shards = [ParamShard(routing.names[param], param) for param in params]
-            single = ElementWiseRule(spec.optimizer, spec.init_state_fn, settings.config, shards)
-            single.is_clipped = spec.is_clipped
-            served.append((single, places))
-            continue
-        # one update rule per process group, with sharded and replicated parameters apart
-        together: dict[tuple[Any, bool], list[Tensor]] = {}
-        for param in params:
-            together.setdefault((source.group_of(param), source.is_cut(param)), []).append(param)
-        for members in together.values():
-            update_rule = _matrix_update_rule(spec, settings, routing, members, source)
-            update_rule.is_clipped = spec.is_clipped
-            served.append((update_rule, places))
-    return cls(groups, served, routing.names)
+        for rule in _rules(spec, {param: names[param] for param in params}, source, config):
+            rule.is_clipped = spec.is_clipped
+            served.append((rule, places))
+    return cls(groups, served, names)
+
+
+def _rules(
+    spec: OptimizerSpec, names: Mapping[Tensor, str], source: ShardSource, config: Any
+) -> Iterator[UpdateRule]:
+    """Yield what updates the parameters of one optimizer."""
+    # a pipeline stage may have no matrices
+    if spec.layout == "element_wise" or not names:
+        shards = [ParamShard(name, param) for param, name in names.items()]
+        yield ElementWiseRule(spec.optimizer, spec.init_state_fn, config, shards)
+        return
+    together: dict[Hashable, dict[str, Tensor]] = {}
+    for param, name in names.items():
+        together.setdefault(source.kind_of(param), {})[name] = param
+    for members in together.values():
+        yield update_rule_over(spec, *source.shards(spec, members), config)
+
+
+def build_routed(
+    settings: Settings, routing: Routing, source: ShardSource, cls: OptimizerClass
+) -> ShardedOptimizer:
+    """Build the optimizer, an instance of ``cls``, of routed parameters; collective.
+
+    Its groups have rates, in case no scheduler sets them. ``source`` says where they are stored.
+    """
+    # all ranks raise together; otherwise the others would wait in a collective
+    specs = raise_together(lambda: _checked(settings, routing))
+    rated = [
+        replace(spec, groups=[{**group, **_rates(settings, group)} for group in spec.groups])
+        for spec in specs
+    ]
+    return build_over(rated, routing.names, source, settings.config, cls)
 
 
 def _checked(settings: Settings, routing: Routing) -> list[OptimizerSpec]:
@@ -99,35 +118,25 @@ def _checked(settings: Settings, routing: Routing) -> list[OptimizerSpec]:
 
 
 def _rates(settings: Settings, group: ParamGroup) -> ParamGroup:
-    """Return the initial learning rate and weight decay, in case no scheduler sets them."""
+    """Return the initial learning rate and weight decay."""
     decay = group.get("start_wd", settings.config.weight_decay)
     return {"lr": group.get("max_lr", settings.config.lr), "weight_decay": decay * group["wd_mult"]}
 
 
-def _matrix_update_rule(
-    spec: OptimizerSpec,
-    settings: Settings,
-    routing: Routing,
-    params: Sequence[Tensor],
-    source: ShardSource,
-) -> UpdateRule:
+def exchange_of(
+    settings: Settings, spec: OptimizerSpec, param: Tensor, *, is_cut: bool
+) -> ExchangeConfig:
+    """Return how matrices are exchanged where parameters say by themselves where they are stored.
+
+    Args:
+        settings: The configuration.
+        spec: Their optimizer.
+        param: One of them.
+        is_cut: Whether no rank stores the whole parameter.
+    """
     mode: TpModeT = settings.first_field("tp_mode") or "auto"
-    group = source.group_of(params[0])
-    if spec.layout == "matrix_state" or (mode == "auto" and source.is_cut(params[0])):
+    if spec.layout == "matrix_state" or (mode == "auto" and is_cut):
         # sharded matrices must be sent anyway, and one owner does the work only once
         mode = "exchange"
-    exchange_config = ExchangeConfig(
-        mode,
-        matrix_buffer_mb=settings.config.matrix_buffer_mb,
-        device=local_of(params[0]).device,
-    )
-    size = 1 if group is None else group.size()
-
-    def computed_by(layouts: Sequence[Layout]) -> list[int]:
-        placements, _ = place_matrices(layouts, size, mode, exchange_config.wave_bytes)
-        return [int(placement.compute.boxes.rank[0]) for placement in placements]
-
-    named = {routing.names[param]: param for param in params}
-    splits = [routing.matrices[param] or whole(whole_shape(param)) for param in params]
-    shards = raise_together_in(group, lambda: source.shards(named, splits, group, computed_by))
-    return update_rule_over(spec, shards, exchange_config, settings.config)
+    device = local_of(param).device
+    return ExchangeConfig(mode, settings.config.matrix_buffer_mb, device=device)

@@ -1,9 +1,8 @@
 """Muon as a torch optimizer, for parameters that tensor parallelism may shard."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -12,26 +11,15 @@ from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimize
 from torch import Tensor
 
 from megatron_eopt.base.agreement import raise_together_in
-from megatron_eopt.base.errors import (
-    ConfigurationError,
-)
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.names import TpModeT
-from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.matrices import whole
 from megatron_eopt.optimizers.exchange import MatrixExchange
 from megatron_eopt.optimizers.muon_rule import MuonRule
 from megatron_eopt.optimizers.muon_settings import MuonSettings
 from megatron_eopt.optimizers.update_rule import ids_of, loss_of
 from megatron_eopt.storage.shard import ParamShard, Ranks, group_by_ranks
-from megatron_eopt.storage.slabs import SlabRanks, partition_dim_and_group, row_group, slab
-
-_ARGUMENTS = {
-    "coefficients": "coefficient_type",
-    "steps": "num_ns_steps",
-    "precision": "fp32_matmul_prec",
-    "eps": "ns_eps",
-}
-"""Arguments of Muon, by their names in ``Orthogonalization``."""
+from megatron_eopt.storage.slabs import Slabs, row_group
 
 _OF_ROWS = (
     "is_gtp_weight_remat",
@@ -43,6 +31,16 @@ _OF_ROWS = (
 )
 """Attributes of a parameter that say how weight rematerialization has cut its rows."""
 
+_NOT_CALLED = (
+    "orthogonalize",
+    "scaled_orthogonalize_fn",
+    "scaled_orthogonalize_fn_with_gtp_remat",
+    "pre_weight_update_fn_inplace",
+    "post_weight_update_fn_inplace",
+    "_init_group",
+)
+"""Methods that other classes call in a step, with whole parameters."""
+
 
 class TensorParallelMuon(MuonSettings, OrthogonalizedOptimizer):
     """Muon: momentum that is orthogonalized matrix by matrix with a Newton-Schulz iteration.
@@ -52,17 +50,15 @@ class TensorParallelMuon(MuonSettings, OrthogonalizedOptimizer):
     then gives the sharded dimension (-1 or absent: none). Matrices of equal shape are computed in
     one batch.
 
-    A step is collective over the groups that shard parameters, and makes a new plan if parameters
-    or groups have changed. As in other torch optimizers, all state is in ``state`` and
-    ``param_groups``. If a subclass overrides methods that get whole parameters, parameters are
-    updated one by one, as in emerging-optimizers.
+    A step is collective over the groups that shard parameters. As in other torch optimizers, all
+    state is in ``state`` and ``param_groups``, and parameters may come and go.
 
     The arguments are those of :class:`MuonSettings`. ``params`` may also be parameters, or pairs
     (name, parameter); names appear in messages.
 
     Raises:
-        ConfigurationError: If a value is unknown or out of bounds, or a subclass that updates
-            whole parameters is used with ``momentum_dtype`` or ``cautious_weight_decay``.
+        ConfigurationError: If a value is unknown or out of bounds, or a subclass overrides a method
+            that no step calls.
     """
 
     @property
@@ -70,38 +66,23 @@ class TensorParallelMuon(MuonSettings, OrthogonalizedOptimizer):
         """Name of the class, for messages."""
         return type(self).__name__
 
-    # planned shards of each group, their update rules, and what computes single ones
-    _planned: Sequence[Sequence[ParamShard]] = ()
-    _update_rules: Sequence[MuonRule] = ()
+    # the tensors of each group, by their ids, for which rules were made, the rules, and what
+    # computes single parameters
+    _planned: list[list[int]] | None = None
+    _update_rules: list[MuonRule]
     _alone: dict[Tensor, MatrixExchange]
 
     def _take_groups(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._refuse_uncalled("scaled_orthogonalize_fn_with_gtp_remat", "orthogonalize")
-        # not super(), because other bases of a subclass have other arguments
-        OrthogonalizedOptimizer.__init__(
-            self,
-            params,
-            **defaults,
-            nesterov=self.nesterov,
-            weight_decay_method=self.weight_decay_method,
-            fp32_matmul_prec=self.fp32_matmul_prec,  # type: ignore[arg-type]
-            scaled_orthogonalize_fn=self._orthogonalize_whole,
-        )
-
-    def _refuse_own_way(self, argument: str, value: object) -> None:
-        """Raise a ConfigurationError for an option that a subclass's own step would not use."""
-        if not self.steps_in_pieces():
-            name = type(self).__name__
-            rule = f"does not work with {name}, which overrides how parameters are updated"
-            hint = "Leave it out, or do not override methods that a step calls"
-            raise ConfigurationError(argument, value, rule, hint)
-
-    def _refuse_uncalled(self, name: str, caller: str) -> None:
-        """Raise a ConfigurationError if a subclass overrides a method that only upstream calls."""
-        changed = [n for n in (name, caller) if not _is_same(type(self), n)]
-        if changed == [name]:
-            rule = f"is overridden by {type(self).__name__}, but no step calls it"
-            raise ConfigurationError(name, "overridden", rule, f"Call it from your own {caller}")
+        for name in _NOT_CALLED:
+            if getattr(type(self), name) is not getattr(TensorParallelMuon, name):
+                rule = f"is overridden by {type(self).__name__}, but no step calls it"
+                hint = (
+                    "Derive a rule from MuonRule that overrides _update or _apply, and set it as "
+                    "update_rule_class"
+                )
+                raise ConfigurationError(name, "overridden", rule, hint)
+        # not super(), because other bases have other arguments
+        torch.optim.Optimizer.__init__(self, params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -114,55 +95,40 @@ class TensorParallelMuon(MuonSettings, OrthogonalizedOptimizer):
             The closure's loss.
         """
         loss = loss_of(closure)
-        if self.steps_in_pieces():
-            for update_rule in self.plan():
-                update_rule.step(self.param_groups, self.state)
-        else:
-            with matmul_precision():
-                super().step()
+        for update_rule in self._rules():
+            update_rule.step(self.param_groups, self.state)
         return loss
 
-    def plan(self) -> Sequence[MuonRule]:
-        """Return the rules that update the groups; collective if there are new parameters.
-
-        Where parameters or groups have only moved or left, the rules stay, because a storage
-        refers to them.
-        """
-        wanted = ids_of(self.param_groups)
-        if self._planned and wanted == [[id(s.main) for s in group] for group in self._planned]:
-            return self._update_rules
-        by_id = {id(shard.main): shard for rule in self._update_rules for shard in rule.shards}
-        if self._planned and by_id.keys() >= set(chain(*wanted)):
-            self._planned = [[by_id[key] for key in group] for group in wanted]
-            for update_rule in self._update_rules:
-                update_rule.attach(self.param_groups)
-            return self._update_rules
-        dense, experts = (getattr(self.pg_collection, name, None) for name in ("tp", "expt_tp"))
-        # a rank that raises alone would leave the others waiting
-        self._planned = raise_together_in(dense, lambda: raise_together_in(experts, self._shards))
-        update_rules: list[MuonRule] = []
-        for shards in group_by_ranks(shard for group in self._planned for shard in group):
-            exchange_config = replace(self._exchange_config, device=shards[0].main.device)
-            update_rule = self.update_rule_over(shards, exchange_config)
-            update_rule.attach(self.param_groups)
-            update_rules.append(update_rule)
-        self._update_rules, self._alone = update_rules, {}
+    def _rules(self) -> list[MuonRule]:
+        """Return the rules that update the groups; collective if parameters have come or gone."""
+        now = ids_of(self.param_groups)
+        if now != self._planned:
+            dense, experts = (getattr(self.pg_collection, name, None) for name in ("tp", "expt_tp"))
+            # a rank that raises alone would leave the others waiting
+            shards = raise_together_in(dense, lambda: raise_together_in(experts, self._shards))
+            self._update_rules = [self._rule_of(members) for members in group_by_ranks(shards)]
+            self._planned, self._alone = now, {}
         return self._update_rules
 
-    def _shards(self) -> list[list[ParamShard]]:
-        """Return the shards of each group's parameters, also of what stands for parameters."""
-        model_of = {shard.main: shard.param for group in self._planned for shard in group}
-        shards: list[list[ParamShard]] = []
-        names: set[str] = set()
+    def _shards(self) -> list[ParamShard]:
+        """Return the shards of all parameters, each with a name of its own."""
+        shards: dict[str, ParamShard] = {}
         for group in self.param_groups:
-            shards.append([])
             given = group.get("param_names") or [None] * len(group["params"])
             for name, param in zip(given, group["params"], strict=True):
-                own = name if name and name not in names else f"{name or 'parameter'} {len(names)}"
-                names.add(own)
-                shards[-1].append(self.shard(own, model_of.get(param, param)))
-                shards[-1][-1].main = param
-        return shards
+                is_new = name and name not in shards
+                own = name if is_new else f"{name or 'parameter'} {len(shards)}"
+                shards[own] = self._shard(own, param)
+        return list(shards.values())
+
+    def _shard(self, name: str, param: Tensor) -> ParamShard:
+        return self._slabs.shard(name, param, functools.partial(self.split_of, name=name))
+
+    def _rule_of(self, shards: list[ParamShard]) -> MuonRule:
+        config = replace(self._exchange_config, device=shards[0].main.device)
+        update_rule = self.update_rule_over(shards, config)
+        update_rule.attach(self.param_groups)
+        return update_rule
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **kwargs: Any) -> Tensor:
         """Return the scaled update of one parameter; collective over the group that shards it.
@@ -172,12 +138,21 @@ class TensorParallelMuon(MuonSettings, OrthogonalizedOptimizer):
             grad: The direction to orthogonalize, of the same shape.
             **kwargs: Settings of its parameter group, which are ignored.
         """
-        self.plan()
+        shards = {shard.main: shard for rule in self._rules() for shard in rule.shards}
         if p not in self._alone:
-            matching = (shard for group in self._planned for shard in group if shard.main is p)
-            shard = next(matching, None) or self.shard("parameter", p)
+            shard = shards.get(p) or self._shard("parameter", p)
             self._alone[p] = self._exchange_alone(shard, self.tp_mode, p.device)
         return self._alone[p].updates([grad.detach()])[0].to(grad.dtype)
+
+    def scaled_orthogonalize_fn(
+        self,
+        grad: Tensor,
+        tp_group: dist.ProcessGroup | None = None,
+        partition_dim: int | None = None,
+    ) -> Tensor:
+        """Return the scaled update of one matrix whose rows are all here; collective."""
+        part = grad.detach()
+        return self.scaled_orthogonalize_fn_with_gtp_remat(part, part, tp_group, partition_dim)
 
     def scaled_orthogonalize_fn_with_gtp_remat(
         self,
@@ -209,8 +184,9 @@ class TensorParallelMuon(MuonSettings, OrthogonalizedOptimizer):
             mode = "duplicated"  # the caller names a dimension, so the matrix is not this rank's
         if Ranks.of(tp_group).group is None or partition_dim is None:
             tp_group, partition_dim = None, -1
-        cut = partition_dim, tp_group
-        shard = slab("matrix", part, lambda _, shape: whole(shape), cut, rows, self._slab_ranks)
+        shard = self._slabs.shard_cut(
+            "matrix", part, lambda _, shape: whole(shape), partition_dim, tp_group
+        )
         return self._exchange_alone(shard, mode, grad.device).updates([part])[0].to(grad.dtype)
 
     def _exchange_alone(
@@ -229,7 +205,7 @@ class TensorParallelMuon(MuonSettings, OrthogonalizedOptimizer):
             keys = [key for group in result["param_groups"] for key in group["params"]]
             params = [param for group in self.param_groups for param in group["params"]]
             key_of = dict(zip(params, keys, strict=True))
-            for update_rule in self.plan():
+            for update_rule in self._rules():
                 for _, param, number in update_rule.numbered(self.param_groups):
                     if (key := key_of[param]) in state:
                         state[key] = update_rule.saved_form(number, state[key])
@@ -239,7 +215,7 @@ class TensorParallelMuon(MuonSettings, OrthogonalizedOptimizer):
         """Load groups and state; collective if momentum is stored in 8 bits."""
         super().load_state_dict(state_dict)
         if self.state and self.momentum_dtype != "fp32":
-            for update_rule in self.plan():
+            for update_rule in self._rules():
                 update_rule.pack(self.param_groups, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -247,57 +223,25 @@ class TensorParallelMuon(MuonSettings, OrthogonalizedOptimizer):
         # torch keeps hooks in attributes with this prefix
         own = {k: v for k, v in vars(self).items() if not k.startswith("_optimizer_")}
         # a scheduler wraps `step` in an attribute of the instance (torch/optim/lr_scheduler.py)
-        plan = ("_planned", "_update_rules", "_alone", "_slab_ranks", "step")
+        plan = ("_planned", "_update_rules", "_alone", "_slabs", "step")
         return {k: v for k, v in own.items() if k not in plan}
 
     @functools.cached_property
-    def _slab_ranks(self) -> SlabRanks:
-        """Keeps the groups over which tensor parallelism and weight rematerialization both cut."""
-        return SlabRanks()
+    def _slabs(self) -> Slabs:
+        """Knows the groups over which tensor parallelism and weight rematerialization cut."""
+        return Slabs(self.pg_collection, self.tp_mode)
 
     @classmethod
     def steps_in_pieces(cls) -> bool:
-        """Whether no method that a subclass overrides needs whole parameters."""
-        hooks = ("pre_weight_update_fn_inplace", "post_weight_update_fn_inplace")
-        own = ("step", "orthogonalize", "_init_group", *hooks)
-        return all(_is_same(cls, name) for name in own)
-
-    def shard(self, name: str, param: Tensor) -> ParamShard:
-        """Return this rank's shard of a parameter, with its logical matrices."""
-        cut = partition_dim_and_group(param, self.pg_collection, self.tp_mode)
-        rows = row_group(param, self.pg_collection, self.tp_mode)
-        split_of = functools.partial(self.split_of, name=name)
-        return slab(name, param, split_of, cut, rows, self._slab_ranks)
+        """Whether a storage may step shards of parameters, because ``step`` is this class's."""
+        return _unhooked(cls.step) is _unhooked(TensorParallelMuon.step)
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = True) -> None:
         """Create the state of all parameters, which loading needs."""
-        if self.steps_in_pieces():
-            for update_rule in self.plan():
-                update_rule.init(self.param_groups, self.state)
-        else:
-            super()._init_group(group, skip_non_grad_params)
-
-    def _orthogonalize_whole(
-        self,
-        grad: Tensor,
-        tp_group: dist.ProcessGroup | None = None,
-        partition_dim: int | None = None,
-    ) -> Tensor:
-        """Return the update of one matrix, for subclasses that update whole parameters."""
-        if partition_dim is not None:
-            # a tensor without attributes has all its rows here
-            part = grad.detach()
-            return self.scaled_orthogonalize_fn_with_gtp_remat(part, part, tp_group, partition_dim)
-        scales = self.orthogonalization.scales((grad.shape[0], grad.shape[1]))
-        return self.orthogonalization(grad.detach(), scale=scales)
+        for update_rule in self._rules():
+            update_rule.init(self.param_groups, self.state)
 
 
-def _is_same(cls: type, name: str) -> bool:
-    """Return whether a subclass of TensorParallelMuon does not override a method."""
-    return _unhooked(cls, name) is _unhooked(TensorParallelMuon, name)
-
-
-def _unhooked(cls: type, name: str) -> Any:
-    """Return a method of a class, without the wrapper that torch puts around ``step``."""
-    method = getattr(cls, name)
+def _unhooked(method: Any) -> Any:
+    """Return a method without the wrapper that torch puts around ``step``."""
     return method.__wrapped__ if getattr(method, "hooked", False) else method

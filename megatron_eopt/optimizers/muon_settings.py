@@ -83,8 +83,7 @@ class MuonSettings:
             "bf16", "fp8" or "int8". State dicts have the last three in float32.
 
     Raises:
-        ConfigurationError: If a value is unknown or out of bounds, or a subclass that updates
-            whole parameters is used with ``momentum_dtype`` or ``cautious_weight_decay``.
+        ConfigurationError: If a value is unknown or out of bounds.
     """
 
     update_rule_class: type[MuonRule] = MuonRule
@@ -131,11 +130,8 @@ class MuonSettings:
         check_choice("momentum_dtype", momentum_dtype, MOMENTUM_DTYPES)
         method = weight_decay_method or ("decoupled" if use_decoupled_weight_decay else "l2")
         check_choice("weight_decay_method", method, WEIGHT_DECAY_METHODS)
-        if momentum_dtype != "fp32":
-            self._refuse_own_way("momentum_dtype", momentum_dtype)
         if cautious_weight_decay:
             check_cautious(CAUTIOUS_DECAY, decoupled=method != "l2")
-            self._refuse_own_way(CAUTIOUS_DECAY, cautious_weight_decay)
         self.cautious_weight_decay = cautious_weight_decay
         with naming(_ARGUMENTS):
             self.orthogonalization = Orthogonalization(
@@ -165,9 +161,6 @@ class MuonSettings:
         """Set :attr:`param_groups`, and their ``defaults``."""
         self.defaults, self.state = defaults, defaultdict(dict)
         self.param_groups = [{**defaults, **group} for group in params]
-
-    def _refuse_own_way(self, argument: str, value: object) -> None:
-        """Raise an error for an option that a class with a step of its own would not use."""
 
     @classmethod
     def steps_in_pieces(cls) -> bool:

@@ -17,6 +17,7 @@ from megatron_eopt.base.errors import ConfigurationError, refuse_deepspeed
 from megatron_eopt.base.gpu import SideStream
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.host_memory import OffloadSettings
+from megatron_eopt.optimizers.lending import keep
 from megatron_eopt.optimizers.plain_optimizer import PlainOptimizer
 from megatron_eopt.optimizers.update_rule import (
     ParamGroup,
@@ -27,6 +28,7 @@ from megatron_eopt.optimizers.update_rule import (
     refuse_copy,
     refuse_group,
 )
+from megatron_eopt.storage.local_tensors import local_of
 
 type Served = Sequence[tuple[UpdateRule, slice]]
 """Each update rule with the slice of groups that it updates."""
@@ -113,16 +115,34 @@ class ShardedOptimizer(PlainOptimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups and state, without the state of whole matrices, which is in no group."""
+        """Return groups and state, without the state of whole matrices, which is in no group.
+
+        Momentum has the form that every ``momentum_dtype`` can load.
+        """
         # torch raises KeyError for the state of a tensor that is in no group
         members = {id(param) for group in self.param_groups for param in group["params"]}
         owned = [key for key in self.state if id(key) not in members]
-        hidden = {key: self.state.pop(key) for key in owned}
+        hidden = {key: self.state.pop(key) for key in owned} | self._show_as_saved()
         try:
             result: dict[str, Any] = super().state_dict()
             return result
         finally:
             self.state.update(hidden)
+
+    def _show_as_saved(self) -> dict[Tensor, dict[str, Any]]:
+        """Convert state to the form of state dicts, and return the state that it replaced."""
+        kept = {}
+        for item in self.assigned:
+            update_rule = item.rule
+            for _, param, number in update_rule.numbered(item.groups()):
+                values = {key: local_of(value) for key, value in self.state[param].items()}
+                # a user may have cleared it
+                shown = update_rule.saved_form(number, values) if values else values
+                if shown is not values:
+                    kept[param] = self.state[param]
+                    self.state[param] = {}
+                    keep(update_rule, param, self.state[param], shown)
+        return kept
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -19,6 +19,7 @@ from megatron_eopt.config.registry import (
     arguments_cls_of,
     entry_of,
     looks_ahead,
+    state_layout_of,
     steps_in_pieces,
 )
 from megatron_eopt.config.settings import Settings
@@ -86,7 +87,8 @@ def optimizer_specs(
         routing: Which optimizer each parameter gets.
         arguments: Constructor arguments, as :func:`arguments_of` returns them.
         stand_ins: Whether matrix optimizers get placeholders of shape (1, 1) for the parameters,
-            because the storage steps other tensors and knows their logical matrices.
+            because the storage steps other tensors and knows their logical matrices. Those that
+            make update rules always do.
         plain: Whether Adam and SGD get placeholders, too, and are torch's.
         fused: Other classes for Adam and SGD.
     """
@@ -95,9 +97,7 @@ def optimizer_specs(
     makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
         name: functools.partial(build_scalar_optimizer, name, settings, fused=fused, plain=plain)
         if name in SCALAR_OPTIMIZERS
-        else functools.partial(
-            constructed, name, settings.config, arguments[name], for_shards=stand_ins
-        )
+        else functools.partial(constructed, name, settings.config, arguments[name], for_shards=True)
         for name in sorted(routing.optimizers)
     }
     # groups with settings that only a constructor reads get an optimizer of their own
@@ -114,14 +114,18 @@ def optimizer_specs(
         (name, is_expert, only), routed = kind, kinds[kind]
         groups = [param_group(g, [r.parameter.param for r in g.routes], **rates) for g in routed]
         made_over = groups
-        if plain or (stand_ins and name not in SCALAR_OPTIMIZERS):
+        if name in SCALAR_OPTIMIZERS:
+            replaces = plain
+        else:
+            replaces = stand_ins or state_layout_of(name) == "matrix_update"
+        if replaces:
             made_over = [{**group, **_stand_in()[0]} for group in groups]
         own_rates = [group.get("lr") for group in groups]  # torch adds its default to the groups
         construct = functools.partial(makers[name], **dict(only))
         if name not in SCALAR_OPTIMIZERS:
             entry = entry_of(name)
             accepted = constructor_parameters(arguments_cls_of(name))
-            if not stand_ins and "splits" in accepted:
+            if not replaces and "splits" in accepted:
                 construct = functools.partial(construct, splits=routing.matrices)
             if "weight_decay" not in accepted:
                 # as a scheduler writes it, also to groups of a class with its own value (Scion)
@@ -223,15 +227,7 @@ def update_rule_over(
     if spec.layout == "matrix_update":
         update_rule: UpdateRule = spec.optimizer.update_rule_over(shards, exchange_config)
         return update_rule
-    # a Muon whose ``steps_in_pieces()`` is False, because a subclass overrides a method
-    if hasattr(type(spec.optimizer), "steps_in_pieces"):
-        raise ConfigurationError(
-            "optimizer",
-            type(spec.optimizer).__name__,
-            "overrides a method that a step of TensorParallelMuon calls with whole parameters, but "
-            "this storage shards them",
-            "Train without use_distributed_optimizer and FSDP, or do not override these methods",
-        )
+    refuse_own_step(spec.optimizer)
     # a user's own optimizer may step parameters that are no matrices, in their own shape
     shapes = [
         shard.layouts[0].shape
@@ -242,3 +238,12 @@ def update_rule_over(
     init = spec.init_state_fn and functools.partial(spec.init_state_fn, spec.optimizer, config)
     check = spec.construct and functools.partial(fault_in, spec.construct)
     return WholeMatrixRule(spec.optimizer, init, shards, shapes, exchange_config, check)
+
+
+def refuse_own_step(optimizer: Any) -> None:
+    """Raise a ConfigurationError for a Muon of which a subclass overrides ``step``."""
+    if hasattr(optimizer, "steps_in_pieces") and not steps_in_pieces(type(optimizer)):
+        name = type(optimizer).__name__
+        rule = "overrides step, which nobody calls: storages step update rules"
+        hint = "Derive a rule from MuonRule, and set it as the class's update_rule_class"
+        raise ConfigurationError("optimizer", name, rule, hint)

@@ -6,12 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_eopt.base.log import warn
-from megatron_eopt.config.registry import (
-    arguments_cls_of,
-    is_muon,
-    steps_in_pieces,
-    steps_matrices,
-)
+from megatron_eopt.config.registry import is_muon, steps_matrices
 from megatron_eopt.config.settings import Settings
 from megatron_eopt.math import resolve_coefficients, sound_precision
 from megatron_eopt.math.orthogonalize import scale_factor
@@ -98,14 +93,9 @@ def _warnings(
             "the result depends on the number of ranks. With 'duplicated' or 'auto' it does not."
         )
     replicated = settings.storage == "replicated" and steps_matrices(optimizer)
-    # a Muon of this package asks other ranks for their parts, but methods that a subclass overrides
-    # get those of this rank
-    overrides = is_muon(optimizer) and not steps_in_pieces(arguments_cls_of(optimizer))
-    if replicated and (overrides or "tp_mode" not in arguments):
-        hint = (
-            "Change an update rule instead" if overrides else "Set use_distributed_optimizer=True"
-        )
+    if replicated and "tp_mode" not in arguments:
         yield (
             f"optimizer={optimizer!r} updates each rank's part of a matrix separately, so the "
-            f"result depends on the number of ranks. {hint} to update whole matrices."
+            "result depends on the number of ranks. Set use_distributed_optimizer=True to update "
+            "whole matrices."
         )

@@ -73,16 +73,68 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-class SlabRanks:
+class Slabs:
     """The ranks that store one parameter: tensor-parallel ranks, and pieces of their rows.
 
     Where both cut, the group of all of them is created once, by its members.
+
+    Args:
+        pg_collection: Process groups; ``tp`` and ``gtp_remat`` and, for experts, ``expt_tp`` and
+            ``expt_gtp_remat`` are used.
+        mode: How matrices are computed; only "blockwise" does without groups of parameters that
+            are cut.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pg_collection: Any, mode: TpModeT = "blockwise") -> None:
+        self._collection, self._mode = pg_collection, mode
         self._made: dict[tuple[Any, Any], tuple[Any, list[tuple[int, int]]]] = {}
 
-    def of(
+    def ranks_of(self, param: Tensor) -> Ranks:
+        """Return the ranks that store a parameter; collective over them if there may be several.
+
+        Raises:
+            ConfigurationError: If it is cut and the group is missing.
+        """
+        _, group = partition_dim_and_group(param, self._collection, self._mode)
+        return self._grid(group, row_group(param, self._collection, self._mode))[0]
+
+    def shard(self, name: str, param: Tensor, split_of: SplitOf) -> ParamShard:
+        """Return the shard of a local parameter; collective over the ranks that store it."""
+        cut = partition_dim_and_group(param, self._collection, self._mode)
+        return self.shard_cut(name, param, split_of, *cut)
+
+    def shard_cut(
+        self,
+        name: str,
+        param: Tensor,
+        split_of: SplitOf,
+        dim: int,
+        group: dist.ProcessGroup | None,
+    ) -> ParamShard:
+        """Return the shard of a parameter that tensor parallelism cuts in ``dim``, over ``group``.
+
+        A ``dim`` of -1 and no group say that it does not.
+        """
+        rows = row_group(param, self._collection, self._mode)
+        ranks, places = self._grid(group, rows)
+        size = _size(group)
+        shape = list(whole_shape(param) if rows is not None else param.shape)
+        if dim != -1:
+            # dimension 0 means rows, also of a 3-D weight of experts, where rows are dimension -2
+            shape[dim - 2] *= size
+        split = split_of(param, tuple(shape))
+        numel = param.numel()
+        # whole slabs; a piece of one has its own range below
+        fragments = [Fragment(rank, 0, numel) for rank, _ in places]
+        if rows is not None:
+            cuts = zip(fragments, places, strict=True)
+            fragments = [fragment.of_rows(param, piece) for fragment, (_, piece) in cuts]
+        layouts = fragment_layouts(split, dim, size, fragments)
+        own_fragment = fragments[ranks.rank]
+        padding = numel - (own_fragment.stop - own_fragment.start)
+        return ParamShard(name, param, split, layouts, ranks, tuple(param.shape), padding=padding)
+
+    def _grid(
         self, tensor: dist.ProcessGroup | None, rows: dist.ProcessGroup | None
     ) -> tuple[Ranks, list[tuple[int, int]]]:
         """Return the ranks, and the tensor-parallel rank and piece of each; collective."""
@@ -107,35 +159,3 @@ class SlabRanks:
             self._made[tensor, rows] = group, [places[rank] for rank in sorted(places)]
         group, grid_places = self._made[tensor, rows]
         return Ranks.of(group), grid_places
-
-
-def slab(
-    name: str,
-    param: Tensor,
-    split_of: SplitOf,
-    cut: tuple[int, dist.ProcessGroup | None],
-    rows: dist.ProcessGroup | None = None,
-    slab_ranks: SlabRanks | None = None,
-) -> ParamShard:
-    """Return the shard of a local parameter, cut as :func:`partition_dim_and_group` returned.
-
-    ``rows`` is its :func:`row_group`; ``slab_ranks`` keeps groups for several parameters.
-    """
-    dim, group = cut
-    ranks, places = (slab_ranks or SlabRanks()).of(group, rows)
-    size = _size(group)
-    shape = list(whole_shape(param) if rows is not None else param.shape)
-    if dim != -1:
-        # dimension 0 means rows, also of a 3-D weight of experts, where rows are dimension -2
-        shape[dim - 2] *= size
-    split = split_of(param, tuple(shape))
-    numel = param.numel()
-    # whole slabs; a piece of one has its own range below
-    fragments = [Fragment(rank, 0, numel) for rank, _ in places]
-    if rows is not None:
-        cuts = zip(fragments, places, strict=True)
-        fragments = [fragment.of_rows(param, piece) for fragment, (_, piece) in cuts]
-    layouts = fragment_layouts(split, dim, size, fragments)
-    own_fragment = fragments[ranks.rank]
-    padding = numel - (own_fragment.stop - own_fragment.start)
-    return ParamShard(name, param, split, layouts, ranks, tuple(param.shape), padding=padding)

@@ -1,7 +1,7 @@
 """Every data-parallel rank stores and steps whole parameters, or whole tensor-parallel shards."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,22 +10,26 @@ from megatron.core.utils import get_pg_size
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.base.agreement import gather_objects
+from megatron_eopt.base.agreement import gather_objects, raise_together_in
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import TpModeT
 from megatron_eopt.base.place import refuse_part
 from megatron_eopt.config.fields import constructor_parameters
 from megatron_eopt.config.registry import arguments_cls_of
+from megatron_eopt.matrices import Split, whole
 from megatron_eopt.megatron_core.stored_weights import StoredWeights
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
+from megatron_eopt.optimizers.build import build_over
 from megatron_eopt.optimizers.element_wise import ElementWiseRule, LocalShardRule
-from megatron_eopt.optimizers.muon import TensorParallelMuon
-from megatron_eopt.optimizers.specs import OptimizerSpec, optimizer_specs
-from megatron_eopt.optimizers.update_rule import UpdateRule, fixed, refuse_group
+from megatron_eopt.optimizers.exchange import ExchangeConfig
+from megatron_eopt.optimizers.sharded_optimizer import Served, ShardedOptimizer
+from megatron_eopt.optimizers.specs import OptimizerSpec, optimizer_specs, refuse_own_step
+from megatron_eopt.optimizers.update_rule import ParamGroup, fixed, refuse_group
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.storage.shard import ParamShard, Ranks
-from megatron_eopt.storage.slabs import SlabRanks, partition_dim_and_group, row_group
+from megatron_eopt.storage.slabs import Slabs
 from megatron_eopt.wrappers.builders import OptimizerBuildContext, fused_classes
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.gradients import make_scaler
@@ -204,46 +208,96 @@ def _storage(
     spec: OptimizerSpec, context: OptimizerBuildContext, storage_of: Callable[..., StoredWeights]
 ) -> StoredWeights:
     settings, collection, optimizer = context.settings, context.collection, spec.optimizer
+    in_rules = optimizer is not None and spec.layout == "matrix_update"
     made_early = optimizer is not None and bool(optimizer.state)
-    update_rules: Sequence[UpdateRule] = ()
-    planned: Sequence[UpdateRule] = ()
-    if optimizer is not None:
-        # this state is for the model's parameters, which the wrapper may replace by main weights
-        optimizer.state.clear()
+    if in_rules:
+        routing = context.routing
+        source = SlabSource(collection, optimizer.tp_mode, routing.matrices)
+        optimizer = build_over([spec], routing.names, source, settings.config, WholeOptimizer)
+    elif optimizer is not None:
+        refuse_own_step(optimizer)
         if spec.layout == "matrix_state":
             _check_whole(spec, context.routing)
-        # how a weight is cut and split is on the model's parameter, not on its main copy
-        if isinstance(optimizer, TensorParallelMuon):
-            planned = optimizer.plan()
-        update_rules = planned if spec.layout == "matrix_update" else [_rule_of(spec, context)]
+        # this state is for the model's parameters, which the wrapper may replace by main weights
+        optimizer.state.clear()
+    # how a weight is cut is on the model's parameter, not on its main copy
+    assigned = optimizer.assigned if in_rules else _alone(spec, context)
     storage = storage_of(optimizer, settings.config, init_state_fn=spec.init_state_fn)
     # data-parallel ranks have equal gradients, so the norm is summed over model-parallel ranks
     # only; older releases of megatron-core lack the first of these groups
     names = ("tp_ep_pp_with_egtp_remat", "tp_ep_pp") if spec.is_expert else ("mp",)
     groups = (getattr(collection, name, None) for name in (*names, "mp"))
     storage.count_in(next(group for group in groups if group is not None), collection)
-    if optimizer is None:
-        return storage
-    storage.set_assigned([AssignedRule(rule, optimizer) for rule in update_rules])
-    storage.set_stepped(shard for update_rule in planned for shard in update_rule.shards)
-    for update_rule in update_rules:
-        update_rule.is_clipped = spec.is_clipped
+    storage.set_assigned(assigned)
+    for item in assigned:
         # other state is created by the first step, as in megatron-core, or by a save (``prepare``)
-        if made_early or spec.layout == "matrix_update":
-            update_rule.init(optimizer.param_groups, optimizer.state)
-    optimizer.add_param_group = refuse_group
+        if made_early or in_rules:
+            with item.groups_and_state() as (groups_of_rule, state):
+                item.rule.init(groups_of_rule, state)
+    if optimizer is not None:
+        optimizer.add_param_group = refuse_group  # a ShardedOptimizer does so by itself
     return storage
 
 
-def _rule_of(spec: OptimizerSpec, context: OptimizerBuildContext) -> UpdateRule:
-    """Return the rule of an optimizer that steps its own groups."""
-    is_element_wise, slab_ranks = spec.layout == "element_wise", SlabRanks()
+def _alone(spec: OptimizerSpec, context: OptimizerBuildContext) -> list[AssignedRule]:
+    """Return the rule of an optimizer that steps its own groups, unless there is none."""
+    if spec.optimizer is None:
+        return []
+    is_element_wise, slabs = spec.layout == "element_wise", Slabs(context.collection)
     shards = []
     for param in (param for group in spec.optimizer.param_groups for param in group["params"]):
-        ranks = Ranks()
-        if not is_element_wise:
-            cut = partition_dim_and_group(param, context.collection)[1]
-            ranks, _ = slab_ranks.of(cut, row_group(param, context.collection))
+        ranks = Ranks() if is_element_wise else slabs.ranks_of(param)
         shards.append(ParamShard(context.routing.names[param], param, ranks=ranks))
     cls = ElementWiseRule if is_element_wise else LocalShardRule
-    return cls(spec.optimizer, spec.init_state_fn, context.settings.config, shards)
+    rule = cls(spec.optimizer, spec.init_state_fn, context.settings.config, shards)
+    rule.is_clipped = spec.is_clipped
+    return [AssignedRule(rule, spec.optimizer)]
+
+
+class WholeOptimizer(ShardedOptimizer):
+    """Steps parameters that users may move between groups, as in torch's own optimizers.
+
+    All ranks that store a part of a parameter have it in a group.
+    """
+
+    def __init__(
+        self, groups: Sequence[ParamGroup], served: Served, params: Iterable[Tensor]
+    ) -> None:
+        # of all groups, however many there will be
+        super().__init__(groups, [(rule, slice(None)) for rule, _ in served], params)
+
+    def _follow_groups(self) -> None:
+        """Let update rules know where users have moved parameters."""
+        # each compares its groups with those that it has seen
+        for item in self.assigned:
+            item.groups()
+
+
+class SlabSource:
+    """Knows which ranks store which slabs of parameters that tensor parallelism may cut.
+
+    ``matrices`` are the logical matrices of each; None for a single one.
+    """
+
+    def __init__(
+        self, collection: Any, mode: TpModeT, matrices: Mapping[Tensor, Split | None]
+    ) -> None:
+        self._slabs, self._mode, self._matrices = Slabs(collection, mode), mode, matrices
+
+    def kind_of(self, param: Tensor) -> Any:
+        """Return the ranks that store a part of a parameter; collective over them."""
+        return self._slabs.ranks_of(param).group
+
+    def shards(
+        self, spec: OptimizerSpec, params: Mapping[str, Tensor]
+    ) -> tuple[list[ParamShard], ExchangeConfig]:
+        """Return the shards of some parameters, and how they are exchanged; collective."""
+        first = next(iter(params.values()))
+        shards = raise_together_in(
+            self.kind_of(first),
+            lambda: [self._slabs.shard(name, it, self._split_of) for name, it in params.items()],
+        )
+        return shards, ExchangeConfig(self._mode, device=first.device)
+
+    def _split_of(self, param: Tensor, shape: tuple[int, ...]) -> Split:
+        return self._matrices[param] or whole(shape)

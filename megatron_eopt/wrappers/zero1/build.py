@@ -2,8 +2,9 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from megatron_eopt.config.checks import refuse_for_overlap
 from megatron_eopt.config.settings import RunSettings
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
+from megatron_eopt.optimizers.build import build_over
 from megatron_eopt.optimizers.element_wise import ElementWiseRule, optimizer_name
 from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.muon_settings import declared_split
 from megatron_eopt.optimizers.off_loading import off_load
-from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
-from megatron_eopt.optimizers.specs import OptimizerSpec, update_rule_over
-from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule, bind
+from megatron_eopt.optimizers.specs import OptimizerSpec
+from megatron_eopt.optimizers.update_rule import ParamGroup, bind
 from megatron_eopt.storage.shard import ParamShard
 from megatron_eopt.wrappers.zero1.buffers import (
     BufferSet,
@@ -30,7 +31,7 @@ from megatron_eopt.wrappers.zero1.buffers import (
     windows_of,
     with_own_group,
 )
-from megatron_eopt.wrappers.zero1.fragments import BufferRange, fragment_of, ranges_in
+from megatron_eopt.wrappers.zero1.fragments import fragment_of, ranges_in
 from megatron_eopt.wrappers.zero1.optimizer import Zero1Optimizer
 
 
@@ -87,7 +88,10 @@ def unmixed_storages(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list
             # megatron-core's constructor replaces these parameters by this rank's fragments
             bind(spec.optimizer, spec.groups, defaultdict(dict))
             params = [param for group in spec.groups for param in group["params"]]
-            assigned = [AssignedRule(_element_wise(sharding, spec, params), spec.optimizer)]
+            shards = [ParamShard(sharding.names[param], param) for param in params]
+            config = sharding.settings.config
+            rule = ElementWiseRule(spec.optimizer, spec.init_state_fn, config, shards)
+            assigned = [AssignedRule(rule, spec.optimizer)]
         storage = sharding.storage(spec.optimizer, by_kind[spec.is_expert])
         storage.set_assigned(assigned)
         storages.append(storage)
@@ -124,83 +128,70 @@ def _storage(
     live: Sequence[list[ParamGroup]],
 ) -> Zero1Optimizer:
     """Return the storage of one set of buffers; its groups go to ``live``, by optimizer."""
-    places = ranges_in(buffers, sharding.names)
-    groups: list[ParamGroup] = []
-    served: list[tuple[UpdateRule, slice]] = []
-    numbers = []
-    for number, spec in enumerate(specs):
-        own_groups = _groups_in(spec, places, is_expert=buffers.is_expert)
-        if not own_groups:
-            continue
-        members = {param for group in own_groups for param in group["params"]}
-        of_base = {param: place for param, place in places.items() if param in members}
-        update_rule = _update_rule_of(sharding, spec, of_base, buffers)
-        update_rule.is_clipped = spec.is_clipped
-        numbers.append(number)
-        served.append((update_rule, slice(len(groups), len(groups) + len(own_groups))))
-        groups += own_groups
-    composite = ShardedOptimizer(groups, served, sharding.names)
+    source = FragmentSource(sharding, buffers)
+    # in the order of the buffers, by which each rank knows the windows of a step
+    names = {param: sharding.names[param] for param in source.places}
+    own = [replace(s, groups=_groups_in(s, names, is_expert=buffers.is_expert)) for s in specs]
+    config = sharding.settings.config
+    composite = build_over([spec for spec in own if spec.groups], names, source, config)
     storage = sharding.storage(composite, buffers)
     storage.set_assigned(composite.assigned)
     composite.init_state()
-    for number, item in zip(numbers, composite.assigned, strict=True):
-        live[number].extend(item.groups())
+    groups = iter(composite.param_groups)
+    for of_spec, spec in zip(live, own, strict=True):
+        of_spec.extend(islice(groups, len(spec.groups)))
     if sharding.settings.offload_fraction:
         off_load(composite, sharding.settings)
     return storage
 
 
-def _element_wise(
-    sharding: Sharding, spec: OptimizerSpec, params: Iterable[Tensor]
-) -> ElementWiseRule:
-    shards = [ParamShard(sharding.names[param], param) for param in params]
-    config = sharding.settings.config
-    return ElementWiseRule(spec.optimizer, spec.init_state_fn, config, shards)
+class FragmentSource:
+    """Knows which ranks store which fragments of the parameters of one set of buffers."""
 
+    def __init__(self, sharding: Sharding, buffers: BufferSet) -> None:
+        self._sharding, self._buffers = sharding, buffers
+        self.places = ranges_in(buffers, sharding.names)
 
-def _update_rule_of(
-    sharding: Sharding,
-    spec: OptimizerSpec,
-    places: Mapping[Tensor, BufferRange],
-    buffers: BufferSet,
-) -> UpdateRule:
-    """Return the update rule of an optimizer's parameters at ``places`` of the buffers."""
-    settings = sharding.settings
-    # a pipeline stage may have no matrices
-    if spec.layout == "element_wise" or not places:
-        return _element_wise(sharding, spec, places)
-    grid = buffers.grid
-    assert grid is not None
-    # in mode ``blockwise``, each tensor-parallel slab is orthogonalized as a matrix of its own
-    slabs = spec.layout == "matrix_update" and spec.optimizer.tp_mode == "blockwise"
-    if slabs:
-        grid = data_parallel_only(grid, buffers.data)
-    overlaps = settings.config.muon_overlap_dp_comm and spec.looks_ahead
-    split_of = functools.partial(sharding.split_of, spec.optimizer)
-    members = with_own_group(grid) if overlaps else grid
-    shards = raise_together_in(
-        grid.ranks.group,
-        lambda: [
-            fragment_of(param, place, split_of, members, slabs=slabs)
-            for param, place in places.items()
-        ],
-    )
-    is_usual = settings.config.matrix_buffer_mb >= DEFAULT_MATRIX_BUFFER_MB
-    # with owners, a rank sends and receives its share of a matrix twice, however many ranks
-    exchange_config = ExchangeConfig(
-        "exchange",
-        matrix_buffer_mb=settings.config.matrix_buffer_mb,
-        device=torch.device("cuda", torch.cuda.current_device()),
-        max_ranks_per_matrix=settings.config.muon_max_ranks_per_matrix,
-        windows=windows_of(list(places), sharding.chunks) if overlaps else (),
-        # a smaller wave saves memory on purpose, and off-loading needs small ones
-        grows=is_usual and not settings.offload_fraction,
-    )
-    return update_rule_over(spec, shards, exchange_config, settings.config)
+    def kind_of(self, param: Tensor) -> None:
+        """Return None, because the same ranks store all parameters."""
+
+    def shards(
+        self, spec: OptimizerSpec, params: Mapping[str, Tensor]
+    ) -> tuple[list[ParamShard], ExchangeConfig]:
+        """Return the shards of some parameters, and how they are exchanged; collective."""
+        settings, buffers = self._sharding.settings, self._buffers
+        grid = buffers.grid
+        assert grid is not None
+        # in mode ``blockwise``, each tensor-parallel slab is orthogonalized as a matrix of its own
+        slabs = spec.layout == "matrix_update" and spec.optimizer.tp_mode == "blockwise"
+        if slabs:
+            grid = data_parallel_only(grid, buffers.data)
+        overlaps = settings.config.muon_overlap_dp_comm and spec.looks_ahead
+        split_of = functools.partial(self._sharding.split_of, spec.optimizer)
+        members = with_own_group(grid) if overlaps else grid
+        shards = raise_together_in(
+            grid.ranks.group,
+            lambda: [
+                fragment_of(param, self.places[param], split_of, members, slabs=slabs)
+                for param in params.values()
+            ],
+        )
+        windows = windows_of(list(params.values()), self._sharding.chunks) if overlaps else ()
+        is_usual = settings.config.matrix_buffer_mb >= DEFAULT_MATRIX_BUFFER_MB
+        # with owners, a rank sends and receives its share of a matrix twice, however many ranks
+        return shards, ExchangeConfig(
+            "exchange",
+            matrix_buffer_mb=settings.config.matrix_buffer_mb,
+            device=torch.device("cuda", torch.cuda.current_device()),
+            max_ranks_per_matrix=settings.config.muon_max_ranks_per_matrix,
+            windows=windows,
+            # a smaller wave saves memory on purpose, and off-loading needs small ones
+            grows=is_usual and not settings.offload_fraction,
+        )
 
 
 def _groups_in(
-    spec: OptimizerSpec, places: Mapping[Tensor, Any], *, is_expert: bool
+    spec: OptimizerSpec, places: Container[Tensor], *, is_expert: bool
 ) -> list[ParamGroup]:
     """Return an optimizer's groups with the parameters of one set of buffers.
 

@@ -10,7 +10,7 @@ from torch import distributed
 
 from megatron_eopt import ConfigurationError, TensorParallelMuon
 from megatron_eopt import emerging_optimizers as ours
-from megatron_eopt.extending import LayerWiseDistributedOptimizer
+from megatron_eopt.extending import LayerWiseDistributedOptimizer, MuonRule
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 from tests.harness import run_ranks
 from tests.unit.storage import runs
@@ -20,9 +20,14 @@ SHARDED = Run()
 PLAIN = Run(ddp={"use_distributed_optimizer": False})
 
 
+class HalvedRule(MuonRule):
+    def _update(self, stack, *args):
+        super()._update(stack, *args)
+        stack /= 2
+
+
 class Halved(TensorParallelMuon):
-    def orthogonalize(self, p, grad, **kwargs):
-        return super().orthogonalize(p, grad) / 2
+    update_rule_class = HalvedRule
 
 
 def config_of(optimizer="muon", **fields):
@@ -84,7 +89,7 @@ def _an_entry_of_its_own():
         chunk = make_chunk(PLAIN)
         chain = get_megatron_optimizer(config_of("mine"), [chunk])
     muon = chain.chained_optimizers[0].optimizer
-    assert isinstance(muon, TensorParallelMuon)
+    assert muon.update_rules[0].name == "TensorParallelMuon"
     held = {param for group in muon.param_groups for param in group["params"]}
     assert held
     assert not any(map(is_none, held))

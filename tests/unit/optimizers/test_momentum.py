@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.math.low_precision import FORMATS
 from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
@@ -185,14 +184,3 @@ def test_a_run_may_change_the_dtype_there_and_back(dtype):
     assert all(map(torch.equal, momenta(back), momenta(rounded)))
     weights, _ = trained(TensorParallelMuon, dtype, (2, 4), loaded=(half, exact.state_dict()))
     assert all(weight.isfinite().all() for weight in weights)
-
-
-def test_a_class_that_steps_whole_parameters_is_refused():
-    class Own(TensorParallelAdaptiveMuon):
-        def step(self, closure=None):
-            return None
-
-    for options in ({"momentum_dtype": "int8"}, {"bias_correction": True}):
-        with pytest.raises(ConfigurationError, match=r"=.*Own"):
-            Own([parameter(4, 6)], **options)
-    Own([parameter(4, 6)])

@@ -9,7 +9,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices import qkv
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.exchange import ExchangeConfig
-from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.muon import _NOT_CALLED, TensorParallelMuon
 from tests.reference.muon import muon_step
 from tests.unit.optimizers.parameters import parameter
 
@@ -152,23 +152,12 @@ def test_experts_are_matrices_of_their_own():
         assert relative(param[i], want, start[i]) < 1e-5
 
 
-def test_a_subclass_may_orthogonalize_in_its_own_way():
-    class Own(TensorParallelMuon):
-        def orthogonalize(self, p, grad, **kwargs):
-            return 2 * super().orthogonalize(p, grad, **kwargs)
-
-        def post_weight_update_fn_inplace(self, p):
-            p.data += 100
-
-    for cls, lr in ((Own, 0.1), (TensorParallelMuon, 0.2)):
-        params = [parameter(4, 6), parameter(48, 20)]
-        params[1].is_qkv = True
-        options = {"weight_decay": 0.0, "split_qkv": True, "qkv_split_shapes": QKV, **EXACT}
-        cls(params, lr=lr, **options).step()
-        if cls is Own:
-            own = params
-    for one, other in zip(own, params, strict=True):
-        torch.testing.assert_close(one, other + 100, rtol=1e-6, atol=1e-5)
+@pytest.mark.parametrize("kind", [TensorParallelMuon, TensorParallelAdaptiveMuon])
+@pytest.mark.parametrize("name", _NOT_CALLED)
+def test_an_override_that_no_step_calls_is_refused(kind, name):
+    own = type("Own", (kind,), {name: lambda *_: None})
+    with pytest.raises(ConfigurationError, match=r"no step calls it.*update_rule_class"):
+        own([parameter(4, 6)])
 
 
 def test_hooks_that_torch_puts_around_the_first_instances_step_change_no_class():
@@ -204,7 +193,7 @@ def test_other_dtypes_step_in_their_own(dtype):
 @pytest.mark.parametrize("kind", [TensorParallelMuon, TensorParallelAdaptiveMuon])
 def test_any_storage_takes_the_optimizers_own_size_of_waves(kind):
     params = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(4)]
-    shards = [shard for group in kind(params)._shards() for shard in group]
+    shards = kind(params)._shards()
     two_matrices = 2 * 64 * 64 * 4 / 2**20
     for matrix_buffer_mb, count in [(two_matrices, 2), (2 * two_matrices, 1)]:
         muon = kind(params, matrix_buffer_mb=matrix_buffer_mb, fp32_matmul_prec="highest")

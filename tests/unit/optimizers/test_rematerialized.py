@@ -5,7 +5,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
@@ -106,18 +105,3 @@ def slabs(dim, mode):
 def test_a_slab_has_the_update_of_the_dimension_that_is_named(mode):
     for dim in (0, 1):
         assert max(run_ranks(2, slabs, dim, mode)) < 1e-5
-
-
-def test_an_override_that_no_step_calls_is_refused():
-    class Unused(TensorParallelMuon):
-        def scaled_orthogonalize_fn_with_gtp_remat(self, p, grad, tp_group, partition_dim):
-            return grad
-
-    class Used(Unused):
-        def orthogonalize(self, p, grad, **kwargs):
-            return self.scaled_orthogonalize_fn_with_gtp_remat(p, grad, None, None)
-
-    param = torch.nn.Parameter(torch.zeros(2, 2))
-    Used([param])
-    with pytest.raises(ConfigurationError, match="no step calls it"):
-        Unused([param])

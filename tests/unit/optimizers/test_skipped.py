@@ -17,7 +17,7 @@ def test_a_step_with_a_coefficient_of_nan_changes_nothing():
     optimizer.step()
     before, weight = copy.deepcopy(optimizer.state[param]), param.detach().clone()
     assert int(before["step"]) == 1
-    for rule in optimizer.plan():
+    for rule in optimizer._rules():
         rule.scale_gradients(torch.tensor(math.nan))
         rule.step(optimizer.param_groups, optimizer.state)
     assert torch.equal(param, weight)

@@ -8,9 +8,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_eopt import TensorParallelMuon
-from megatron_eopt.config.registry import registered
-from megatron_eopt.extending import EmergingOptimizerEntry
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.math.orthogonalize import SCALE_MODES
 from megatron_eopt.optimizers import warnings
@@ -23,22 +20,11 @@ from tests.unit.storage.runs import PLAIN
 from tests.unit.wrappers.by_hand import scale_of
 
 
-class OwnOrthogonalize(TensorParallelMuon):
-    """Normalizes what it is given."""
-
-    def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        update = super().orthogonalize(p, grad, **kwargs)
-        return update / update.norm()
-
-
-OWN = EmergingOptimizerEntry(OwnOrthogonalize, state_layout="matrix_update", prefixes=("muon",))
-
-
 def heard(case: Case) -> list[str]:
     """Return what is said while a case is built."""
     warnings._said.clear()  # each is said once in a process
     said = mock.patch.object(warnings, "warn")
-    with registered("own_orthogonalize", OWN), said as logged:
+    with said as logged:
         build(case)
     return [call.args[1] for call in logged.call_args_list]
 
@@ -60,7 +46,6 @@ TENSOR_PARALLEL = [
     (plain("muon", **BLOCKWISE), DEPENDS, 1),
     (plain("muon", muon_tp_mode="duplicated"), DEPENDS, 0),
     (plain("soap"), DEPENDS, 1),
-    (plain("own_orthogonalize"), DEPENDS, 1),
     (Case("soap"), DEPENDS, 0),
     (plain("lion"), DEPENDS, 0),
     (plain("adam", overrides={"*linear_fc1.weight": "muon"}, **BLOCKWISE), DEPENDS, 1),
