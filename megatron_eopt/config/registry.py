@@ -128,11 +128,15 @@ class EmergingOptimizerEntry:
     default the optimizer's own class."""
 
     def __post_init__(self) -> None:
-        """Raise a ConfigurationError for a function that would not be called."""
+        """Raise a ConfigurationError for what would have no effect."""
         if self.state_layout == "matrix_update" and self.init_state_fn is not init_state:
             rule = "is not called with state_layout='matrix_update'"
             hint = "Create the state in init of the class's update rule"
             raise ConfigurationError("init_state_fn", self.init_state_fn, rule, hint)
+        if self.state_layout == "matrix_update" and self.draws:
+            rule = "has no effect with state_layout='matrix_update'"
+            hint = "Draw in the class's update rule, from a seed that all ranks share"
+            raise ConfigurationError("draws", True, rule, hint)
 
 
 class LateEntry(EmergingOptimizerEntry):

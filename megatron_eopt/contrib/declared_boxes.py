@@ -5,7 +5,6 @@ The code that cuts the model sets ``param.eopt_place``; see
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ from megatron_eopt.fsdp2.optimizer import DTensorOptimizer
 from megatron_eopt.layouts import Layout, block_layout
 from megatron_eopt.layouts.boxes import weights_of
 from megatron_eopt.matrices import whole
-from megatron_eopt.optimizers.build import build_routed, exchange_of
+from megatron_eopt.optimizers.build import build_routed
 from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.specs import OptimizerSpec
 from megatron_eopt.routing.model import Routing
@@ -91,7 +90,8 @@ class PlacedShards:
 
         # each matrix is computed on one rank, whatever the mode for tensor-parallel shards
         first = next(iter(params.values()))
-        config = replace(exchange_of(self._settings, spec, first, is_cut=True), mode="exchange")
+        buffer_mb = self._settings.config.matrix_buffer_mb
+        config = ExchangeConfig("exchange", buffer_mb, device=first.device)
         return raise_together_in(self._ranks.group, made), config
 
     def _shard(self, name: str, param: Tensor) -> ParamShard:

@@ -28,7 +28,8 @@ from megatron_eopt.storage.uneven import UnevenKind, register_uneven
 from megatron_eopt.wrappers.builders import OptimizerBuildContext, register_storage
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.megatron_fsdp import UnevenOptimizer
-from megatron_eopt.wrappers.torch_fsdp2 import Float32Shards, chain_over, state_exists
+from megatron_eopt.wrappers.replicated import state_exists
+from megatron_eopt.wrappers.torch_fsdp2 import Float32Shards, chain_over
 
 
 class UnitsOptimizer(UnevenOptimizer):

@@ -275,12 +275,6 @@ class DTensorOptimizer(ShardedOptimizer):
             return "is sharded otherwise"
         return None
 
-    def pack(self) -> None:
-        """Convert all state to the form that it has between steps; collective."""
-        for item in self.assigned:
-            with item.groups_and_state() as (groups, state):
-                item.rule.pack(groups, state)
-
     def _stand_for(self, item: AssignedRule, kinds: Sequence[Iterable[str]]) -> None:
         """Set keys without values for state that owners keep, because torch reads the keys."""
         params, names = item.rule.params, [frozenset(its) for its in kinds]

@@ -51,8 +51,8 @@ def build_over(
 
     Args:
         specs: The optimizers, each with its groups.
-        names: The names of their parameters and maybe of others, in the order of the model, the
-            same on all ranks that store a parameter.
+        names: The names of their parameters and maybe of others, in an order that all ranks which
+            store a parameter share.
         source: Says where matrices are stored.
         config: The configuration.
         cls: Class of the result.

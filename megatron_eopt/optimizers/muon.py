@@ -1,8 +1,9 @@
 """Muon as a torch optimizer, for parameters that tensor parallelism may shard."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class TensorParallelMuon(MuonSettings, OrthogonalizedOptimizer):
     # the tensors of each group, by their ids, for which rules were made, the rules, and what
     # computes single parameters
     _planned: list[list[int]] | None = None
-    _update_rules: list[MuonRule]
+    _update_rules: Sequence[MuonRule] = ()
     _alone: dict[Tensor, MatrixExchange]
 
     def _take_groups(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -77,8 +78,8 @@ class TensorParallelMuon(MuonSettings, OrthogonalizedOptimizer):
             if getattr(type(self), name) is not getattr(TensorParallelMuon, name):
                 rule = f"is overridden by {type(self).__name__}, but no step calls it"
                 hint = (
-                    "Derive a rule from MuonRule that overrides _update or _apply, and set it as "
-                    "update_rule_class"
+                    "Derive a rule from MuonRule, whose init, _update and _apply are called, and "
+                    "set it as update_rule_class"
                 )
                 raise ConfigurationError(name, "overridden", rule, hint)
         # not super(), because other bases have other arguments
@@ -99,15 +100,23 @@ class TensorParallelMuon(MuonSettings, OrthogonalizedOptimizer):
             update_rule.step(self.param_groups, self.state)
         return loss
 
-    def _rules(self) -> list[MuonRule]:
-        """Return the rules that update the groups; collective if parameters have come or gone."""
+    def _rules(self) -> Sequence[MuonRule]:
+        """Return the rules that update the groups; collective if there are new parameters."""
         now = ids_of(self.param_groups)
-        if now != self._planned:
+        if now == self._planned:
+            return self._update_rules
+        stepped = {id(param) for rule in self._update_rules for param in rule.params}
+        if self._planned is not None and stepped.issuperset(chain(*now)):
+            # they have only moved or left
+            for update_rule in self._update_rules:
+                update_rule.attach(self.param_groups)
+        else:
             dense, experts = (getattr(self.pg_collection, name, None) for name in ("tp", "expt_tp"))
             # a rank that raises alone would leave the others waiting
             shards = raise_together_in(dense, lambda: raise_together_in(experts, self._shards))
             self._update_rules = [self._rule_of(members) for members in group_by_ranks(shards)]
-            self._planned, self._alone = now, {}
+            self._alone = {}
+        self._planned = now
         return self._update_rules
 
     def _shards(self) -> list[ParamShard]:
@@ -116,8 +125,8 @@ class TensorParallelMuon(MuonSettings, OrthogonalizedOptimizer):
         for group in self.param_groups:
             given = group.get("param_names") or [None] * len(group["params"])
             for name, param in zip(given, group["params"], strict=True):
-                is_new = name and name not in shards
-                own = name if is_new else f"{name or 'parameter'} {len(shards)}"
+                numbered = (f"{name or 'parameter'} {n}" for n in count(len(shards)))
+                own = next(n for n in chain([name] * bool(name), numbered) if n not in shards)
                 shards[own] = self._shard(own, param)
         return list(shards.values())
 
@@ -152,7 +161,10 @@ class TensorParallelMuon(MuonSettings, OrthogonalizedOptimizer):
     ) -> Tensor:
         """Return the scaled update of one matrix whose rows are all here; collective."""
         part = grad.detach()
-        return self.scaled_orthogonalize_fn_with_gtp_remat(part, part, tp_group, partition_dim)
+        if partition_dim is not None:
+            return self.scaled_orthogonalize_fn_with_gtp_remat(part, part, tp_group, partition_dim)
+        scales = self.orthogonalization.scales((grad.shape[0], grad.shape[1]))
+        return self.orthogonalization(part, scale=scales)
 
     def scaled_orthogonalize_fn_with_gtp_remat(
         self,

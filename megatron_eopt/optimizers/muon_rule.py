@@ -56,8 +56,8 @@ class MuonRule(UpdateRule):
     What is sent when: Note [Phases of a step] of exchange.py. How long tensors are valid: Note
     [Lifetimes] of update_rule.py.
 
-    One group of ranks stores all shards. ``optimizer`` is a TensorParallelMuon, whose settings are
-    read at each use. Matrices are computed in ``exchange_config.dtype``.
+    One group of ranks stores all shards. ``optimizer`` has MuonSettings, which are read at each
+    use. Matrices are computed in ``exchange_config.dtype``.
     """
 
     reports_updates = True

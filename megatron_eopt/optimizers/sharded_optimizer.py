@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError, refuse_deepspeed
 from megatron_eopt.base.gpu import SideStream
+from megatron_eopt.base.names import MOMENTUM
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
 from megatron_eopt.optimizers.host_memory import OffloadSettings
 from megatron_eopt.optimizers.lending import keep
@@ -122,27 +123,41 @@ class ShardedOptimizer(PlainOptimizer):
         # torch raises KeyError for the state of a tensor that is in no group
         members = {id(param) for group in self.param_groups for param in group["params"]}
         owned = [key for key in self.state if id(key) not in members]
-        hidden = {key: self.state.pop(key) for key in owned} | self._show_as_saved()
+        hidden = {key: self.state.pop(key) for key in owned}
         try:
+            self._show_as_saved(hidden)
             result: dict[str, Any] = super().state_dict()
             return result
         finally:
             self.state.update(hidden)
 
-    def _show_as_saved(self) -> dict[Tensor, dict[str, Any]]:
-        """Convert state to the form of state dicts, and return the state that it replaced."""
-        kept = {}
+    def _show_as_saved(self, kept: dict[Tensor, dict[str, Any]]) -> None:
+        """Convert state to the form of state dicts; what it replaces is added to ``kept``."""
         for item in self.assigned:
             update_rule = item.rule
             for _, param, number in update_rule.numbered(item.groups()):
-                values = {key: local_of(value) for key, value in self.state[param].items()}
-                # a user may have cleared it
-                shown = update_rule.saved_form(number, values) if values else values
+                own = self.state.get(param, {})
+                if MOMENTUM not in own:
+                    continue  # of another rule, or cleared by a user
+                values = {key: local_of(value) for key, value in own.items()}
+                shown = update_rule.saved_form(number, values)
                 if shown is not values:
-                    kept[param] = self.state[param]
-                    self.state[param] = {}
-                    keep(update_rule, param, self.state[param], shown)
-        return kept
+                    new: dict[str, Any] = {}
+                    keep(update_rule, param, new, shown)
+                    kept[param], self.state[param] = own, new
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load groups and state; collective if momentum is stored in fewer bits."""
+        super().load_state_dict(state_dict)
+        # without state while a wrapper replaces parameters in the groups
+        if self.state:
+            self.pack()
+
+    def pack(self) -> None:
+        """Convert all state to the form that it has between steps; collective."""
+        for item in self.assigned:
+            with item.groups_and_state() as (groups, state):
+                item.rule.pack(groups, state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -244,6 +244,6 @@ def refuse_own_step(optimizer: Any) -> None:
     """Raise a ConfigurationError for a Muon of which a subclass overrides ``step``."""
     if hasattr(optimizer, "steps_in_pieces") and not steps_in_pieces(type(optimizer)):
         name = type(optimizer).__name__
-        rule = "overrides step, which nobody calls: storages step update rules"
+        rule = "has a step of its own, which nobody calls: storages step update rules"
         hint = "Derive a rule from MuonRule, and set it as the class's update_rule_class"
         raise ConfigurationError("optimizer", name, rule, hint)

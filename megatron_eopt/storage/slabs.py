@@ -74,7 +74,7 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 
 class Slabs:
-    """The ranks that store one parameter: tensor-parallel ranks, and pieces of their rows.
+    """Knows the ranks that store a parameter: tensor-parallel ranks, and pieces of their rows.
 
     Where both cut, the group of all of them is created once, by its members.
 

@@ -23,7 +23,7 @@ import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor, nn
 
-from megatron_eopt.base.agreement import raise_together
+from megatron_eopt.base.agreement import any_rank, raise_together
 from megatron_eopt.base.errors import (
     NonFiniteError,
     check_number,
@@ -93,6 +93,8 @@ class OptimizerChain(ChainedOptimizer):
         self.number, self.superseded = -1, False  # see megatron_eopt.wrappers.factory
         # if so, the host reads norms one step later; see Note [No waits] of gradients.py
         self.has_kernels = passes.KERNELS.runs(torch.empty(0, device="cuda"))
+        # also those of other pipeline stages, because an error is collective
+        self._fuses = not any_rank(not all(map(fuses_grad_scale, storages)))
         self._overlap: Overlap | None = None
         if settings.config.muon_overlap_dp_comm:
             self._overlap = Overlap(
@@ -208,7 +210,7 @@ class OptimizerChain(ChainedOptimizer):
     def _may_read_late(self, norms: Mapping[str | None, GradNorm]) -> bool:
         """Return whether a step can run before the host knows its norms."""
         reads = len(norms) > 1 or math.isfinite(self.settings.original.grad_norm_skip_threshold)
-        return not reads and all(map(fuses_grad_scale, self.chained_optimizers))
+        return not reads and self._fuses
 
     def _expects_no_clipping(self, margin: float) -> bool:
         """Return whether gradients will probably not be clipped; the same on all ranks."""

@@ -182,9 +182,8 @@ def non_finite(names: Mapping[Tensor, str], norms: Sequence[GradNorm]) -> set[st
 
 def fuses_grad_scale(storage: StoredWeights) -> bool:
     """Return whether all update rules of a storage fold clipping into their own pass."""
-    update_rules = storage.update_rules
-    is_done = bool(update_rules) and all(rule.fuses_grad_scale for rule in update_rules)
-    return storage.is_stub_optimizer or is_done
+    # a rule without shards steps nothing
+    return all(rule.fuses_grad_scale for rule in storage.update_rules if rule.shards)
 
 
 @contextmanager

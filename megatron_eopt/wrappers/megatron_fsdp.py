@@ -31,8 +31,8 @@ from megatron_eopt.storage.shard import Fragment, fragment_layouts
 from megatron_eopt.storage.uneven import UnevenKind, register_uneven
 from megatron_eopt.wrappers.builders import OF_DDP, OptimizerBuildContext, is_megatron_fsdp
 from megatron_eopt.wrappers.chain import OptimizerChain
-from megatron_eopt.wrappers.replicated import Replicated
-from megatron_eopt.wrappers.torch_fsdp2 import LocalShards, chain_over, state_exists
+from megatron_eopt.wrappers.replicated import Replicated, state_exists
+from megatron_eopt.wrappers.torch_fsdp2 import LocalShards, chain_over
 
 _OF_USERS = "eopt_"
 """Prefix of the attributes that users set on parameters."""

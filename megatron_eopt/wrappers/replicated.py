@@ -61,14 +61,20 @@ class Replicated(StoredWeights):
         Raises:
             ConfigurationError: If a group has a parameter that came after this was built.
         """
-        stepped = {shard.main for shard in self.shards}
-        groups = self.optimizer.param_groups if self.assigned else ()
-        for param in (param for group in groups for param in group["params"]):
-            if param not in stepped:
-                raise fixed("param_groups", f"a new parameter of shape {tuple(param.shape)}")
+        # before any optimizer of the chain changes anything
+        if self.assigned:
+            refuse_new(self.optimizer.param_groups, self.shards)
         for rule in self.update_rules:
             rule.check_shapes()
         super().collect_gradients()
+
+
+def refuse_new(groups: Iterable[ParamGroup], shards: Iterable[ParamShard]) -> None:
+    """Raise a ConfigurationError if a group has a parameter that no rule steps."""
+    stepped = {shard.main for shard in shards}
+    for param in (param for group in groups for param in group["params"]):
+        if param not in stepped:
+            raise fixed("param_groups", f"a new parameter of shape {tuple(param.shape)}")
 
 
 class MainParamsOptimizer(Replicated, Float16OptimizerWithFloat16Params):
@@ -207,42 +213,47 @@ def _check_whole(spec: OptimizerSpec, routing: Routing) -> None:
 def _storage(
     spec: OptimizerSpec, context: OptimizerBuildContext, storage_of: Callable[..., StoredWeights]
 ) -> StoredWeights:
-    settings, collection, optimizer = context.settings, context.collection, spec.optimizer
-    in_rules = optimizer is not None and spec.layout == "matrix_update"
-    made_early = optimizer is not None and bool(optimizer.state)
-    if in_rules:
+    collection, config = context.collection, context.settings.config
+    optimizer, init_state_fn, made_early = spec.optimizer, spec.init_state_fn, False
+    # how a weight is cut is on the model's parameter, not on its main copy, so rules come first
+    assigned: Sequence[AssignedRule] = ()
+    if optimizer is not None and spec.layout == "matrix_update":
         routing = context.routing
         source = SlabSource(collection, optimizer.tp_mode, routing.matrices)
-        optimizer = build_over([spec], routing.names, source, settings.config, WholeOptimizer)
+        optimizer = build_over([spec], routing.names, source, config, WholeOptimizer)
+        assigned, init_state_fn, made_early = optimizer.assigned, state_exists, True
     elif optimizer is not None:
         refuse_own_step(optimizer)
         if spec.layout == "matrix_state":
             _check_whole(spec, context.routing)
+        made_early = bool(optimizer.state)
         # this state is for the model's parameters, which the wrapper may replace by main weights
         optimizer.state.clear()
-    # how a weight is cut is on the model's parameter, not on its main copy
-    assigned = optimizer.assigned if in_rules else _alone(spec, context)
-    storage = storage_of(optimizer, settings.config, init_state_fn=spec.init_state_fn)
+        assigned = [_alone(spec, context)]
+    storage = storage_of(optimizer, config, init_state_fn=init_state_fn)
     # data-parallel ranks have equal gradients, so the norm is summed over model-parallel ranks
     # only; older releases of megatron-core lack the first of these groups
     names = ("tp_ep_pp_with_egtp_remat", "tp_ep_pp") if spec.is_expert else ("mp",)
     groups = (getattr(collection, name, None) for name in (*names, "mp"))
     storage.count_in(next(group for group in groups if group is not None), collection)
+    if optimizer is None:
+        return storage
     storage.set_assigned(assigned)
-    for item in assigned:
-        # other state is created by the first step, as in megatron-core, or by a save (``prepare``)
-        if made_early or in_rules:
-            with item.groups_and_state() as (groups_of_rule, state):
-                item.rule.init(groups_of_rule, state)
-    if optimizer is not None:
-        optimizer.add_param_group = refuse_group  # a ShardedOptimizer does so by itself
+    # other state is created by the first step, as in megatron-core, or by a save (``prepare``)
+    for item in assigned if made_early else ():
+        with item.groups_and_state() as (own_groups, state):
+            item.rule.init(own_groups, state)
+    if optimizer is spec.optimizer:
+        optimizer.add_param_group = refuse_group
     return storage
 
 
-def _alone(spec: OptimizerSpec, context: OptimizerBuildContext) -> list[AssignedRule]:
-    """Return the rule of an optimizer that steps its own groups, unless there is none."""
-    if spec.optimizer is None:
-        return []
+def state_exists(*_: Any) -> None:
+    """Do nothing, in place of a function that creates state, because it is there already."""
+
+
+def _alone(spec: OptimizerSpec, context: OptimizerBuildContext) -> AssignedRule:
+    """Return the rule of an optimizer that steps its own groups."""
     is_element_wise, slabs = spec.layout == "element_wise", Slabs(context.collection)
     shards = []
     for param in (param for group in spec.optimizer.param_groups for param in group["params"]):
@@ -251,7 +262,7 @@ def _alone(spec: OptimizerSpec, context: OptimizerBuildContext) -> list[Assigned
     cls = ElementWiseRule if is_element_wise else LocalShardRule
     rule = cls(spec.optimizer, spec.init_state_fn, context.settings.config, shards)
     rule.is_clipped = spec.is_clipped
-    return [AssignedRule(rule, spec.optimizer)]
+    return AssignedRule(rule, spec.optimizer)
 
 
 class WholeOptimizer(ShardedOptimizer):
@@ -267,7 +278,12 @@ class WholeOptimizer(ShardedOptimizer):
         super().__init__(groups, [(rule, slice(None)) for rule, _ in served], params)
 
     def _follow_groups(self) -> None:
-        """Let update rules know where users have moved parameters."""
+        """Let update rules know where users have moved parameters.
+
+        Raises:
+            ConfigurationError: If a group has a parameter that came after this was built.
+        """
+        refuse_new(self.param_groups, self.shards)
         # each compares its groups with those that it has seen
         for item in self.assigned:
             item.groups()

@@ -18,7 +18,11 @@ from megatron_eopt.optimizers.off_loading import off_load
 from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.wrappers.builders import OptimizerBuildContext
 from megatron_eopt.wrappers.chain import OptimizerChain
-from megatron_eopt.wrappers.replicated import Float32Optimizer, MainParamsOptimizer
+from megatron_eopt.wrappers.replicated import (
+    Float32Optimizer,
+    MainParamsOptimizer,
+    state_exists,
+)
 
 
 class LocalShards:
@@ -88,7 +92,3 @@ def chain_over(
     storage.set_assigned(storage.optimizer.assigned)
     off_load(storage.optimizer, context.settings)
     return cls([storage], context.settings, scaler, context.model_chunks)
-
-
-def state_exists(*_: Any) -> None:
-    """Do nothing, because a ``DTensorOptimizer`` creates its state in the constructor."""

@@ -181,3 +181,9 @@ def test_a_class_that_cannot_update_shards_gets_whole_matrices_of_fused_weights(
     with registered("own", entry):
         config = EmergingOptimizerConfig(optimizer="own", lr=0.1, use_distributed_optimizer=True)
         assert resolve(config).splits_weights_of("own")
+
+
+def test_draws_of_an_optimizer_with_an_update_rule_are_refused() -> None:
+    """They would be seeded in a step of its class, which nobody calls."""
+    with pytest.raises(ConfigurationError, match=r"draws=.*matrix_update"):
+        EmergingOptimizerEntry(torch.optim.Adagrad, state_layout="matrix_update", draws=True)

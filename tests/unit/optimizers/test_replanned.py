@@ -95,3 +95,27 @@ def test_copies_go_on_as_the_original(copied, kind, options):
     other, theirs = copied((optimizer, params))
     want, got = train(optimizer, params, range(1, 3)), train(other, theirs, range(1, 3))
     assert all(map(torch.equal, got, want))
+
+
+def test_rules_stay_where_parameters_only_move_or_leave():
+    """New ones would be an agreement of all ranks, also if only one of them removes something."""
+    params = params_of()
+    optimizer = made(TensorParallelMuon, {}, params)
+    train(optimizer, params, range(1))
+    rules = optimizer._rules()
+    optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
+    optimizer.param_groups[1]["params"].pop(0)
+    before = [param.detach().clone() for param in params]
+    train(optimizer, params, range(1, 2))
+    assert optimizer._rules() is rules
+    moved = [not torch.equal(param, old) for param, old in zip(params, before, strict=True)]
+    assert moved == [True, False, True]
+
+
+def test_names_that_were_made_up_are_nobody_elses():
+    weights = params_of()
+    groups = [{"params": [("w 2", weights[0]), ("w", weights[1])]}, {"params": [("w", weights[2])]}]
+    optimizer = TensorParallelMuon(groups, 0.1, **EXACT)
+    before = [param.detach().clone() for param in weights]
+    train(optimizer, weights, range(1))
+    assert not any(map(torch.equal, weights, before))

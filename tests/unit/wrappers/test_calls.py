@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -90,16 +91,18 @@ def test_the_signature_is_megatrons():
     ]
 
 
-def _frozen() -> bool:
+def _frozen(dtype: torch.dtype) -> bool:
     initialize_megatron()
-    chunk = wrap_ddp(tiny_gpt(layers=1).requires_grad_(False))
-    optimizer = get_megatron_optimizer(muon_config(), [chunk])
+    chunk = wrap_ddp(tiny_gpt(layers=1, dtype=dtype).requires_grad_(False))
+    fields = {"bf16": dtype == torch.bfloat16, "params_dtype": dtype}
+    optimizer = get_megatron_optimizer(muon_config(**fields), [chunk])
     assert optimizer.is_stub_optimizer
     return optimizer.step()[0]
 
 
-def test_frozen_models_step():
-    assert run_ranks(1, _frozen) == [True]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_models_step(dtype):
+    assert run_ranks(1, _frozen, dtype) == [True]
 
 
 def _half_frozen_pipeline() -> tuple[list[str], bool]:

@@ -123,3 +123,32 @@ def _other_rates() -> None:
 
 def test_resume_with_another_learning_rate():
     run_ranks(1, _other_rates)
+
+
+def around_dictionaries(case: Case) -> None:
+    """Save and load the state of the optimizer in a chain, as a user's own code does."""
+    chunk, chain = build(case)
+    steps(case, chunk, chain, 0, 2)
+    (member, *_) = chain.chained_optimizers
+    inner = member.optimizer
+    (first, *_) = inner.state
+    kept = {kind: tensor.clone() for kind, tensor in inner.state[first].items()}
+    saved = inner.state_dict()
+    assert saved["state"][0]["momentum_buffer"].dtype == torch.float32
+    inner.load_state_dict(saved)
+    (loaded, *_) = inner.state
+    assert inner.state[loaded].keys() == kept.keys()
+    assert inner.state[loaded]["momentum_buffer"].dtype == kept["momentum_buffer"].dtype
+    # megatron-core's wrapper calls it before it loads
+    member.init_state_fn(inner, member.config)
+    inner.state.clear()
+    assert not inner.state_dict()["state"]
+    assert not inner.state
+    new = torch.nn.Parameter(torch.ones(4, 4))
+    inner.param_groups[0]["params"].append(new)
+    with pytest.raises(ConfigurationError, match="new parameter"):
+        inner.step()
+
+
+def test_an_optimizer_in_a_chain_saves_and_loads_its_own_state():
+    run_ranks(1, around_dictionaries, replace(IN_FEW_BITS[2], parallel={}))
