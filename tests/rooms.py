@@ -114,10 +114,7 @@ def changed_files() -> list[str]:
     """
     branches = git("branch", "--all", "--list", "origin/main", "main", "--format=%(refname)")
     (base,) = git("merge-base", "HEAD", branches[-1] if branches else "main")
-    return [
-        *git("diff", "--name-only", base),
-        *git("ls-files", "--others", "--exclude-standard"),
-    ]
+    return [*git("diff", "--name-only", base), *git("ls-files", "--others", "--exclude-standard")]
 
 
 def main(rooms: list[str]) -> None:

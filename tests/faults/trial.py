@@ -174,10 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         and given.match in f"{fault.file} {fault.why}"
         and any(test.startswith(tuple(given.tests)) for test in fault.tests)
     ]
-    lines = [
-        "| room | file | what goes wrong | verdict | by | s |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| room | file | what goes wrong | verdict | by | s |", "|---|---|---|---|---|---|"]
     print("\n".join(lines), flush=True)
     outcomes = []
     trial = functools.partial(tried, timeout=given.timeout)

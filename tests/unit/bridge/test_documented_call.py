@@ -14,11 +14,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.training.config.container import ConfigContainerBase
 from megatron.training.config.instantiate_utils import instantiate
 
-from megatron_eopt import (
-    ConfigurationTypeError,
-    EmergingOptimizerConfig,
-    get_megatron_optimizer,
-)
+from megatron_eopt import ConfigurationTypeError, EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.bridge import BridgeOptimizerConfig
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron

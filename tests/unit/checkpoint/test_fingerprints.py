@@ -11,13 +11,7 @@ from megatron.core import dist_checkpointing
 from megatron_eopt import checkpoints
 from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.guard.contents import CONFIG, METADATA, RANK_FILE
-from megatron_eopt.guard.files import (
-    LIST,
-    check,
-    fingerprint,
-    fingerprints_of,
-    write_list,
-)
+from megatron_eopt.guard.files import LIST, check, fingerprint, fingerprints_of, write_list
 from tests.harness import run_ranks
 from tests.unit.checkpoint.test_pieces import Training
 

@@ -15,12 +15,7 @@ from torch import nn
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.arguments.flags import choices_of_trainer_flags
-from megatron_eopt.config.fields import (
-    constructor_parameters,
-    field_types,
-    set_arguments,
-    type_of,
-)
+from megatron_eopt.config.fields import constructor_parameters, field_types, set_arguments, type_of
 from megatron_eopt.config.registry import (
     EmergingOptimizerEntry,
     entry_of,

@@ -13,11 +13,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megatron_eopt import EmergingOptimizerConfig, TorchOptimizerConfig, build_optimizer
 from megatron_eopt.config.config import LIKE_MEGATRON
-from megatron_eopt.config.keys import (
-    get_standard_config_overrides,
-    is_key,
-    meaning_of,
-)
+from megatron_eopt.config.keys import get_standard_config_overrides, is_key, meaning_of
 from megatron_eopt.config.registry import entries, entry_of
 from megatron_eopt.math.coefficients import (
     _REPEAT_LAST,

@@ -21,11 +21,7 @@ from megatron.training.config.instantiate_utils import (
     instantiate,
 )
 
-from megatron_eopt import (
-    ConfigurationError,
-    EmergingOptimizerConfig,
-    load_optimizer_config,
-)
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, load_optimizer_config
 from megatron_eopt.arguments import add_arguments, config_from_args
 from megatron_eopt.bridge import BridgeOptimizerConfig
 from megatron_eopt.config.retired import RETIRED

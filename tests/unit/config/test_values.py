@@ -21,11 +21,7 @@ from megatron_eopt.config.settings import resolve
 from megatron_eopt.config.values import DTYPES, read_config
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.math.coefficients import CoefficientsLike
-from megatron_eopt.wrappers.config_file import (
-    ALLOWED,
-    load_optimizer_config,
-    read_optimizer_file,
-)
+from megatron_eopt.wrappers.config_file import ALLOWED, load_optimizer_config, read_optimizer_file
 from tests.unit.arguments.test_arguments import parse
 
 FIELDS = field_types(EmergingOptimizerConfig)

@@ -141,8 +141,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(
-    ("framework", "layout", "world", "names"),
-    mostly_long([*USUAL, *OTHERS], *USUAL),
+    ("framework", "layout", "world", "names"), mostly_long([*USUAL, *OTHERS], *USUAL)
 )
 def test_state_loads_bit_equal_at_other_layouts(saved, framework, layout, world, names):
     folder, by_rank = saved(framework, names)

@@ -32,10 +32,7 @@ def adamw(params):
 
 THEIRS = {
     # fields of the configuration, and torch's optimizer
-    "AdamW": (
-        {"optimizer": "adam"},
-        adamw,
-    ),
+    "AdamW": ({"optimizer": "adam"}, adamw),
     "Adam": (
         {"optimizer": "adam", "decoupled_weight_decay": False},
         lambda p: torch.optim.Adam(p, LR, weight_decay=DECAY, **BETAS),
@@ -45,10 +42,7 @@ THEIRS = {
         lambda p: torch.optim.SGD(p, LR, momentum=0.9, weight_decay=DECAY),
     ),
     # the scalar optimizer of another one
-    "Muon": (
-        {"optimizer": "muon"},
-        adamw,
-    ),
+    "Muon": ({"optimizer": "muon"}, adamw),
 }
 
 

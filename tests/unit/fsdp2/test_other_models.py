@@ -264,11 +264,7 @@ def heads_of(model):
 
 @pytest.mark.parametrize(
     "attributes",
-    [
-        {"head_dim": 4},
-        {"num_heads": 4, "num_key_value_heads": 2},
-        {"n_heads": 4, "n_kv_heads": 2},
-    ],
+    [{"head_dim": 4}, {"num_heads": 4, "num_key_value_heads": 2}, {"n_heads": 4, "n_kv_heads": 2}],
 )
 def test_separate_projections_are_split_into_heads(caplog, attributes):
     assert heads_of(Attention(**attributes)) == [4, 2, 2, 1]

@@ -35,10 +35,7 @@ from tests.unit.fsdp2.test_checkpoint import step, whole_state
 from tests.unit.megatron_fsdp.test_checkpoint import state_of
 from tests.unit.storage import foreign
 
-FIELDS = {
-    "adaptive_muon_moment2_method": "namo",
-    "adaptive_muon_bias_correction": True,
-}
+FIELDS = {"adaptive_muon_moment2_method": "namo", "adaptive_muon_bias_correction": True}
 SETTINGS = {
     "NAMO": config("adaptive_muon", **FIELDS),
     "SOAP": config("soap", **FIELDS),

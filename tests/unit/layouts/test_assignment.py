@@ -116,13 +116,7 @@ def test_owners_on_three_ranks(costs, home, share, owners):
         # bytes count, however small the costs are
         ([0] * 8, [3] * 3 + [2] * 5, [6] * 3 + [1] * 5, (12,), [[0, 1], [2, 3, 4, 5, 6, 7]]),
         # an empty wave takes one that is too large, beside those of another rank
-        (
-            [0] * 4 + [1] * 4,
-            [3, 3, 2, 2] * 2,
-            [20] + [1] * 7,
-            (12,),
-            [[0, 4, 5], [1, 2, 3, 6, 7]],
-        ),
+        ([0] * 4 + [1] * 4, [3, 3, 2, 2] * 2, [20] + [1] * 7, (12,), [[0, 4, 5], [1, 2, 3, 6, 7]]),
         # a cost that rounding takes from a sum
         ([0] * 2, [1e20, 1], [1] * 2, (4, 2), [[0, 1]]),
         # one that is too large is alone

@@ -33,8 +33,7 @@ PASSES = {
         "_lerp(start, grad, share)", "_lerp(grad, start, share)"
     ),
     "Nesterov with the other number": Fault(
-        "mixed.to(tl.float32), numbers[1]",
-        "mixed.to(tl.float32), numbers[0]",
+        "mixed.to(tl.float32), numbers[1]", "mixed.to(tl.float32), numbers[0]"
     ),
     "decay of momentum left out": Fault("tl.fma(weight.to(tl.float32), numbers[2], grad)", "grad"),
     "momentum stored without a mask": Fault(
@@ -49,8 +48,7 @@ PASSES = {
         "tl.store(sums + block, tl.sum(value * value))", "tl.store(sums, tl.sum(value * value))"
     ),
     "update added, not subtracted": Fault(
-        "weight = tl.fma(step, numbers[1], weight)",
-        "weight = tl.fma(step, -numbers[1], weight)",
+        "weight = tl.fma(step, numbers[1], weight)", "weight = tl.fma(step, -numbers[1], weight)"
     ),
     "weights not decayed": Fault("_decayed(weight, step, numbers[0]", "_decayed(weight, step, 0.0"),
     "cautious decay of all weights": Fault("decay - cautious * decay", "decay"),
@@ -61,8 +59,7 @@ PASSES = {
         "if dtypes[1] is not None:\n        rounded", "if False:\n        rounded"
     ),
     "beta 1 in the place of beta 2": Fault(
-        "tl.fma(grad * grad - second, numbers[4]",
-        "tl.fma(grad * grad - second, numbers[3]",
+        "tl.fma(grad * grad - second, numbers[4]", "tl.fma(grad * grad - second, numbers[3]"
     ),
     "second moment of gradients": Fault("grad * grad - second", "grad - second"),
     "bias of the first moment left": Fault("lr / (1 - tl.exp2(steps * log1))", "lr"),

@@ -9,13 +9,7 @@ import torch
 from torch.optim.adam import adam
 
 from megatron_eopt.base import gpu
-from megatron_eopt.math.passes import (
-    BLOCK,
-    adam_,
-    empty_sums,
-    momentum_update_,
-    update_,
-)
+from megatron_eopt.math.passes import BLOCK, adam_, empty_sums, momentum_update_, update_
 from tests.harness.kernels import interpreted_kernels
 
 SIZES = ((5000,), (1,), (0,), (33,), (7, 11), (64, 32))

@@ -50,18 +50,10 @@ def reference(kind: str) -> Result:
     return run_ranks(1, train_in_ddp, Run(model=run.model, config=run.config, steps=STEPS))[0]
 
 
-ALONE = {
-    "moe": "moe, ep 2 x edp 2",
-    "shared experts": "shared experts, tp 2",
-    "bf16": "bf16, dp 2",
-}
+ALONE = {"moe": "moe, ep 2 x edp 2", "shared experts": "shared experts, tp 2", "bf16": "bf16, dp 2"}
 """A layout for each other model or dtype, by the first word of its layouts."""
 
-USUAL = (
-    "no_shard, tp 2 x dp 2",
-    "shared experts, expert tp 2",
-    "bf16, dp 2",
-)
+USUAL = ("no_shard, tp 2 x dp 2", "shared experts, expert tp 2", "bf16, dp 2")
 
 
 @pytest.mark.parametrize("layout", mostly_long(LAYOUTS, *USUAL))

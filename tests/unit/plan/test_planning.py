@@ -200,12 +200,7 @@ def test_collectives_know_where_their_ranks_are():
     assert gathered == {(4, 0, 3), (2, experts, experts + 2)}
 
 
-PURPOSES = {
-    "gradient norm",
-    "matrices to owners and back",
-    "shared matrices",
-    "stepped weights",
-}
+PURPOSES = {"gradient norm", "matrices to owners and back", "shared matrices", "stepped weights"}
 USES = {
     "adaptive": {"optimizer": "adaptive_muon"},
     "overlap": {"muon_overlap_dp_comm": True},

@@ -179,11 +179,7 @@ def test_a_key_in_words(key, text):
         ({"optimizer": "lion", "betas": (0.9, 0.5)}, False, None),
         ({"lr": 0.1}, False, {"lr": 0.1, "max_lr": 0.1}),
         ({"lr": 0.1, "max_lr": 0.1}, False, None),
-        (
-            {"weight_decay": 0.1},
-            True,
-            {"weight_decay": 0.1, "start_wd": 0.1, "end_wd": 0.1},
-        ),
+        ({"weight_decay": 0.1}, True, {"weight_decay": 0.1, "start_wd": 0.1, "end_wd": 0.1}),
         ({"start_wd": 0.0, "end_wd": 0.1, "min_lr": 0.0}, False, None),
         ({"start_wd": 0.1, "end_wd": 0.1}, True, None),
         ({"wd_mult": np.float32(0.5)}, False, {"wd_mult": 0.5}),

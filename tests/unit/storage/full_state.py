@@ -206,11 +206,7 @@ def write_as(form: str, case: Case, chunk: Any, optimizer: Any, folder: Path) ->
 
 
 def resume_as(
-    form: str,
-    case: Case,
-    folder: Path,
-    weights: Any,
-    make: Callable[..., tuple[Any, Any]] = build,
+    form: str, case: Case, folder: Path, weights: Any, make: Callable[..., tuple[Any, Any]] = build
 ) -> tuple[Any, Any]:
     """Load what :func:`write_as` has saved into a new model and its optimizer."""
     if form != "state_dict":

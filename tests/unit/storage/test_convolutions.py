@@ -7,15 +7,7 @@ from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import eager, far, set_gradients
 from tests.unit.fsdp2.model import weights as weights_of
-from tests.unit.storage.foreign import (
-    FIELDS,
-    STORAGES,
-    Foreign,
-    built,
-    inject,
-    weights,
-    wrapped,
-)
+from tests.unit.storage.foreign import FIELDS, STORAGES, Foreign, built, inject, weights, wrapped
 
 HOW = {"muon_convolutions": True, "muon_scale_mode": "unit_rms_norm"}
 

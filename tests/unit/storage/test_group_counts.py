@@ -188,10 +188,7 @@ def from_another_class(form: str, case: Case, folder: Path, to_fused: bool) -> l
 @pytest.mark.parametrize("to_fused", [True, False], ids=["to groups", "to states"])
 @pytest.mark.parametrize(
     ("form", "case"),
-    [
-        ("torch_dist", Case("muon", MODEL)),
-        ("state_dict", Case("muon", MODEL, **REPLICATED)),
-    ],
+    [("torch_dist", Case("muon", MODEL)), ("state_dict", Case("muon", MODEL, **REPLICATED))],
 )
 def test_the_count_goes_over_from_one_class_to_another(tmp_path, form, case, to_fused):
     for whole, state in run_ranks(2, from_another_class, form, case, tmp_path, to_fused):

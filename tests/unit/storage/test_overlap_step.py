@@ -131,11 +131,7 @@ def change(kind: str, optimizer: Any) -> None:
 
 
 def train(
-    dtype: torch.dtype,
-    layout: str,
-    overlap: bool,
-    kinds: tuple[str, ...] = KINDS,
-    l2: bool = False,
+    dtype: torch.dtype, layout: str, overlap: bool, kinds: tuple[str, ...] = KINDS, l2: bool = False
 ) -> tuple[dict[str, Any], list[list[str]]]:
     _, parallel, model = LAYOUTS[layout]
     initialize_megatron(**parallel)

@@ -21,10 +21,7 @@ WORDS = ["linear_"]
 LONG = pytest.mark.long
 MODES: dict[str, dict[str, Any]] = {
     "gathered": {"fp8_param_gather": True},
-    "in gradient buffers": {
-        "fp8_param_gather": True,
-        "reuse_grad_buf_for_mxfp8_param_ag": True,
-    },
+    "in gradient buffers": {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True},
 }
 
 

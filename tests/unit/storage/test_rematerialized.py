@@ -243,9 +243,7 @@ def collectives(case: Case) -> tuple[list[str], int]:
 
 
 @pytest.mark.parametrize(
-    ("storage", "gathers"),
-    [({}, 1), pytest.param(PLAIN, 0, marks=LONG)],
-    ids=["sharded", "plain"],
+    ("storage", "gathers"), [({}, 1), pytest.param(PLAIN, 0, marks=LONG)], ids=["sharded", "plain"]
 )
 def test_a_step_has_at_most_four_collectives(storage, gathers):
     """One for the norm, two for all matrices, and one that gathers the weights."""

@@ -106,10 +106,7 @@ BF16_MOMENTUM = EXACT | {"muon_momentum_dtype": "bf16"}
 THROUGH = [(2, {"parallel": {"tp": 2, "etp": 1}}), (4, INSTANCES), (2, {"parallel": {"etp": 2}})]
 ROUNDS: dict[str, tuple[list[Case], list[tuple[int, dict[str, Any]]]]] = {
     "sharded": (
-        [
-            Case("muon", ONE_LAYER, config=BF16_MOMENTUM),
-            Case("psgd_pro", ONE_LAYER, config=EXACT),
-        ],
+        [Case("muon", ONE_LAYER, config=BF16_MOMENTUM), Case("psgd_pro", ONE_LAYER, config=EXACT)],
         THROUGH,
     ),
     "sharded, others": (
@@ -121,10 +118,7 @@ ROUNDS: dict[str, tuple[list[Case], list[tuple[int, dict[str, Any]]]]] = {
             Case("muon", ONE_LAYER, ddp=PLAIN, config=PLAIN | EXACT),
             Case("muon", ONE_LAYER, ddp=PLAIN, config=PLAIN | BF16_MOMENTUM),
         ],
-        [
-            (2, {"parallel": {"etp": 2}}),
-            (2, {"parallel": {"tp": 2, "etp": 1}}),
-        ],
+        [(2, {"parallel": {"etp": 2}}), (2, {"parallel": {"tp": 2, "etp": 1}})],
     ),
 }
 """Runs, and the layouts through which each of them goes on: how many ranks, and their fields."""

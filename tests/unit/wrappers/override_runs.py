@@ -21,13 +21,7 @@ from tests.unit.fsdp2.model import cut, eager, named, shard, whole
 from tests.unit.megatron_fsdp.runs import wrap as wrap_megatron_fsdp
 
 SHAPE, STEPS = (8, 6), 3
-RATES = {
-    "lr": 0.05,
-    "max_lr": 0.05,
-    "lr_mult": 0.5,
-    "weight_decay": 0.9,
-    "wd_mult": 3.0,
-}
+RATES = {"lr": 0.05, "max_lr": 0.05, "lr_mult": 0.5, "weight_decay": 0.9, "wd_mult": 3.0}
 SCHEDULED = {"min_lr": 0.015, "start_wd": 0.0, "end_wd": 0.9}
 ARGUMENTS: dict[str, Any] = {
     "betas": (0.5, 0.6),

@@ -33,9 +33,7 @@ CASES = {
 
 def at(name, dtype):
     return replace(
-        CASES[name],
-        model={**DENSE, "dtype": dtype},
-        ddp={"use_distributed_optimizer": False},
+        CASES[name], model={**DENSE, "dtype": dtype}, ddp={"use_distributed_optimizer": False}
     )
 
 

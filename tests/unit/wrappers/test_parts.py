@@ -8,11 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import param_is_not_shared
 from torch import distributed, nn
 
-from megatron_eopt import (
-    ConfigurationError,
-    EmergingOptimizerConfig,
-    get_megatron_optimizer,
-)
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.contrib.declared_boxes import build_sharded
 from megatron_eopt.extending import register_storage
 from megatron_eopt.fsdp2 import build_optimizer

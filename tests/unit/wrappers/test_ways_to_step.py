@@ -28,10 +28,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {},
     "adaptive_muon": {**NORMUON, "muon_scalar_optimizer": "adam"},
 }
-WAYS = {
-    "overlap": {"muon_overlap_dp_comm": True},
-    "side streams": {},
-}
+WAYS = {"overlap": {"muon_overlap_dp_comm": True}, "side streams": {}}
 
 SERVED = {"overlap": ("muon",), "side streams": ("muon", "adaptive_muon")}
 """Optimizers that have a way."""
