@@ -16,6 +16,8 @@ OUTSIDE = ("contrib", "tools", "testing")
 
 def run(*command: object, path: Path = ROOT) -> str:
     env = os.environ | {"PYTHONPATH": str(path), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    # what emerging-optimizers compiles would take a minute
+    env["TORCHDYNAMO_DISABLE"] = "1"
     done = subprocess.run(
         [sys.executable, *map(str, command)], env=env, cwd=path, capture_output=True, text=True
     )
@@ -23,17 +25,13 @@ def run(*command: object, path: Path = ROOT) -> str:
     return done.stdout
 
 
-def train(ranks: int, *arguments: object) -> dict[str, float]:
-    """Return the norm of each weight, by optimizer and name."""
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", ranks)
-    lines = run(*torchrun, HERE / "torch_alone.py", *arguments).splitlines()
-    return {name: float(norm) for name, _, norm in (line.rpartition(" ") for line in lines)}
-
-
 def test_without_megatron_five_optimizers_train_save_and_load_on_another_number(tmp_path):
-    """Two processes with FSDP2, then one without, against one all the way."""
-    train(2, tmp_path / "sharded", 3)
-    resumed, expected = train(1, tmp_path / "sharded", 2), train(1, tmp_path / "whole", 5)
+    norms: dict[str, dict[str, float]] = {"resumed": {}, "whole": {}}
+    for line in run(HERE / "torch_alone.py", tmp_path).splitlines():
+        kind, optimizer, weight, norm = line.split()
+        norms[kind][f"{optimizer} {weight}"] = float(norm)
+    resumed, expected = norms.values()
+    assert len(resumed) > 50
     assert resumed.keys() == expected.keys()
     for name, norm in expected.items():
         # the bias of keys has no gradient but rounding, which Adam and SOAP divide by its own size
@@ -58,18 +56,26 @@ def core(tmp_path) -> Path:
     return tmp_path
 
 
+OWN_LOOP = """
+import torch, megatron_eopt
+from megatron_eopt import TorchOptimizerConfig, build_optimizer
+model = torch.nn.Linear(4, 4)
+optimizer = build_optimizer(model, TorchOptimizerConfig(optimizer="muon", lr=0.1))
+model(torch.ones(4)).sum().backward()
+optimizer.step()
+print("an own loop has stepped with", megatron_eopt.__file__)
+"""
+
+
 def test_the_core_needs_no_outside_room(core):
     text = (ROOT / "scripts" / "pretrain_gpt.py").read_text()
     line = "from megatron_eopt import cpu, megatron_lm\n"
     assert line in text
     own = "import cpu_back_end as cpu\nfrom megatron_eopt import megatron_lm\n"
-    (core / "pretrain.py").write_text(text.replace(line, own))
+    # in the same processes, which need seconds to import what they do
+    (core / "pretrain.py").write_text(OWN_LOOP + text.replace(line, own))
     flags = [*TINY, "--optimizer", "muon", "--use-distributed-optimizer", "--exit-interval", "4"]
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2)
-    assert len(losses(run(*torchrun, core / "pretrain.py", *flags, path=core))) == 4
-    loop = "import torch\nfrom megatron_eopt import TorchOptimizerConfig, build_optimizer\n"
-    loop += "model = torch.nn.Linear(4, 4)\n"
-    loop += "optimizer = build_optimizer(model, TorchOptimizerConfig(optimizer='muon', lr=0.1))\n"
-    loop += "model(torch.ones(4)).sum().backward()\noptimizer.step()\n"
-    loop += "import megatron_eopt\nprint(megatron_eopt.__file__)"
-    assert run("-c", loop, path=core).startswith(str(core))
+    printed = run(*torchrun, core / "pretrain.py", *flags, path=core)
+    assert len(losses(printed)) == 4
+    assert printed.count(f"an own loop has stepped with {core}") == 2

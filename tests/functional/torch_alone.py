@@ -1,8 +1,9 @@
 """Trains, saves and loads where Megatron and Transformer Engine cannot be imported.
 
-torchrun --nproc-per-node N tests/functional/torch_alone.py FOLDER STEPS
+python tests/functional/torch_alone.py FOLDER
 
-It goes on from what FOLDER has, of any number of processes, and prints a sum of each weight.
+Two processes with FSDP2 take three steps, then one without goes on with two. It prints the norm of
+each weight, and that of a run of one process all the way.
 """
 
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as processes
 from blocked import BLOCKED  # before this package, as on a machine without them
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, load, save
@@ -68,13 +70,14 @@ def train(name: str, folder: Path, steps: int) -> None:
         save(state, checkpoint_id=path)
     for key, value in model.state_dict().items():
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        if dist.get_rank() == 0:
-            sys.stdout.write(f"{name} {key} {whole.double().norm():.9f}\n")
+        if dist.get_world_size() == 1:
+            sys.stdout.write(f"{folder.parent.name} {name} {key} {whole.double().norm():.9f}\n")
 
 
-def main(folder: Path, steps: int) -> None:
+def train_all(rank: int, folder: Path, steps: int, ranks: int) -> None:
     """Train with all optimizers, then check that nothing has imported what is blocked."""
-    dist.init_process_group("gloo")
+    store = dist.FileStore(f"{folder}.{ranks}", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     told = ""
     try:
         from megatron_eopt import EmergingOptimizerConfig  # noqa: F401
@@ -88,4 +91,8 @@ def main(folder: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    resumed, whole = Path(sys.argv[1], "resumed"), Path(sys.argv[1], "whole")
+    # forked, because each new process would import torch once more
+    processes.start_processes(train_all, (resumed, 3, 2), nprocs=2, start_method="fork")
+    train_all(0, resumed, 2, 1)
+    train_all(0, whole, 5, 1)

@@ -2,10 +2,11 @@
 
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -124,16 +125,30 @@ def interpreted_kernels(
 
 
 @contextmanager
-def checked_kernels(changed: Mapping[str, Path] | None = None) -> Iterator[None]:
-    """Let their self-check decide which kernels the interpreter runs in the block."""
-    capable = mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))
+def checked_kernels(
+    changed: Mapping[str, Path] | None = None, cases: int | None = None
+) -> Iterator[None]:
+    """Let their self-check decide which kernels the interpreter runs in the block.
+
+    Args:
+        changed: As of :func:`interpreted_kernels`.
+        cases: How many cases a check has at most, because the interpreter takes seconds for all.
+    """
+    families = kernels.FAMILIES.values()
     with (
-        capable,
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         interpreted_kernels(lambda family, tensor: family.work_on(tensor.device), changed),
         mock.patch.object(kernels, "_wanted", True),
+        ExitStack() as briefly,
     ):
-        for family in kernels.FAMILIES.values():
+        for family in families:
             family.forget()
+            some = mock.patch.object(family, "_cases", _first_of(family._cases, cases))
+            briefly.enter_context(some)
         yield
-    for family in kernels.FAMILIES.values():
+    for family in families:
         family.forget()
+
+
+def _first_of(every: Callable[..., Iterator[Any]] | None, count: int | None) -> Any:
+    return every and (lambda device: itertools.islice(every(device), count))

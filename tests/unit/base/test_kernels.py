@@ -4,6 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from megatron_eopt.layouts.redistribution import run_copies
 from megatron_eopt.math import norms, passes, products
 from megatron_eopt.math.orthogonalize import orthogonalize
 from tests.harness import run_ranks
-from tests.harness.kernels import checked_kernels
+from tests.harness.kernels import checked_kernels as checked_by_all
 from tests.harness.log import listening
 from tests.unit.math.test_kernel_checks import PRODUCTS, changed_text
 from tests.unit.storage.full_state import Case, build, steps
@@ -33,6 +34,9 @@ FAMILIES = {
     "megatron_eopt.math.triton_normalize": norms.KERNELS,
     "megatron_eopt.layouts.block_copies": redistribution.KERNELS,
 }
+checked_kernels = partial(checked_by_all, cases=1)
+"""What checks find is the matter of ``math/test_kernel_checks.py``."""
+
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
 
 
