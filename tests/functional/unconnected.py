@@ -12,12 +12,10 @@ from megatron_eopt.hugging_face import MuonTrainer
 
 if __name__ == "__main__":
     model = torch.nn.Linear(4, 4)
-    if sys.argv[1] == "trainer":
-        arguments = transformers.TrainingArguments(sys.argv[2], report_to=[])
-        try:
-            MuonTrainer(model, arguments)
-        except ConfigurationError as error:
-            sys.stderr.write(f"said: {error}\n")
-    else:
-        accelerate.Accelerator()
-        build_optimizer(model, EmergingOptimizerConfig(optimizer="muon", lr=0.1))
+    arguments = transformers.TrainingArguments(sys.argv[1], report_to=[])
+    try:
+        MuonTrainer(model, arguments)
+    except ConfigurationError as error:
+        sys.stderr.write(f"said: {error}\n")
+    accelerate.Accelerator()
+    build_optimizer(model, EmergingOptimizerConfig(optimizer="muon", lr=0.1))
