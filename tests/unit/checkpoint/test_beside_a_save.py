@@ -3,10 +3,6 @@
 import contextlib
 import errno
 import os
-import subprocess
-import sys
-import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -21,8 +17,8 @@ from megatron_eopt import checkpoints
 from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.guard import saves
 from megatron_eopt.guard.saves import begin, replacing
-from tests.functional.script import ROOT
 from tests.harness import run_ranks
+from tests.harness.endings import errors_of
 from tests.unit.checkpoint.test_unfinished import (
     NEW,
     NEWER,
@@ -163,37 +159,21 @@ def test_a_rank_that_fails_after_its_part_is_named_by_all(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
-BEFORE = """
-    import sys
-    import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-    from megatron_eopt import checkpoints
-    dist.init_process_group("gloo")  # whose time-out is 30 minutes
-    with checkpoints.replacing(sys.argv[1]) as path:
-        if dist.get_rank() == int(sys.argv[2]):
+def fails_before_its_part(folder: Path, failing: int) -> None:
+    with replacing(folder) as path:
+        if distributed.get_rank() == failing:
             raise ValueError("of the loop")
         dcp.save({"w": torch.ones(8)}, checkpoint_id=path)
-"""
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_before_its_part_ends_all(tmp_path, rank):
-    script, folder = tmp_path / "loop.py", tmp_path / "run"
-    script.write_text(textwrap.dedent(BEFORE))
+    """Long before the time-out of their group, which is 30 minutes."""
+    folder = tmp_path / "run"
     save(folder, OLD)
-    begun = time.monotonic()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--monitor-interval=5"]
-    done = subprocess.run(
-        [*command, str(script), str(folder), str(rank)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode != 0
-    assert time.monotonic() - begun < 100
-    assert "ValueError: of the loop" in done.stderr
-    assert f"RuntimeError: rank {rank} failed: ValueError: of the loop" in done.stderr
+    errors = errors_of(fails_before_its_part, folder, rank, limit_s=60, cpu=False)
+    assert errors[rank].endswith("ValueError: of the loop\n")
+    assert f"RuntimeError: rank {rank} failed: ValueError: of the loop" in errors[1 - rank]
     assert loaded(folder) == OLD
 
 
