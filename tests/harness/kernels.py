@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -126,13 +125,13 @@ def interpreted_kernels(
 
 @contextmanager
 def checked_kernels(
-    changed: Mapping[str, Path] | None = None, cases: int | None = None
+    changed: Mapping[str, Path] | None = None, cases: slice = slice(None)
 ) -> Iterator[None]:
     """Let their self-check decide which kernels the interpreter runs in the block.
 
     Args:
         changed: As of :func:`interpreted_kernels`.
-        cases: How many cases a check has at most, because the interpreter takes seconds for all.
+        cases: Which cases a check has, because the interpreter takes seconds for all.
     """
     families = kernels.FAMILIES.values()
     with (
@@ -143,12 +142,12 @@ def checked_kernels(
     ):
         for family in families:
             family.forget()
-            some = mock.patch.object(family, "_cases", _first_of(family._cases, cases))
+            some = mock.patch.object(family, "_cases", _some_of(family._cases, cases))
             briefly.enter_context(some)
         yield
     for family in families:
         family.forget()
 
 
-def _first_of(every: Callable[..., Iterator[Any]] | None, count: int | None) -> Any:
-    return every and (lambda device: itertools.islice(every(device), count))
+def _some_of(every: Callable[..., Iterator[Any]] | None, which: slice) -> Any:
+    return every and (lambda device: iter([*every(device)][which]))

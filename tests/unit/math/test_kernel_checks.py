@@ -26,6 +26,7 @@ class Fault(NamedTuple):
 
     right: str
     wrong: str
+    first: int = 0  # case that can find it, before which others would take seconds
 
 
 PASSES = {
@@ -51,29 +52,35 @@ PASSES = {
         "weight = tl.fma(step, numbers[1], weight)", "weight = tl.fma(step, -numbers[1], weight)"
     ),
     "weights not decayed": Fault("_decayed(weight, step, numbers[0]", "_decayed(weight, step, 0.0"),
-    "cautious decay of all weights": Fault("decay - cautious * decay", "decay"),
+    "cautious decay of all weights": Fault("decay - cautious * decay", "decay", first=8),
     "decay where signs are opposed": Fault(
-        "tl.where(opposed, decay -", "tl.where(~opposed, decay -"
+        "tl.where(opposed, decay -", "tl.where(~opposed, decay -", first=8
     ),
     "copies of weights left out": Fault(
         "if dtypes[1] is not None:\n        rounded", "if False:\n        rounded"
     ),
     "beta 1 in the place of beta 2": Fault(
-        "tl.fma(grad * grad - second, numbers[4]", "tl.fma(grad * grad - second, numbers[3]"
+        "tl.fma(grad * grad - second, numbers[4]",
+        "tl.fma(grad * grad - second, numbers[3]",
+        first=10,
     ),
-    "second moment of gradients": Fault("grad * grad - second", "grad - second"),
-    "bias of the first moment left": Fault("lr / (1 - tl.exp2(steps * log1))", "lr"),
-    "bias of the second moment left": Fault("tl.sqrt(1 - tl.exp2(steps * log2))", "lr / lr"),
-    "eps left out": Fault("root) + numbers[7]", "root)"),
-    "L2 decay left out": Fault("grad = tl.fma(weight, numbers[2], grad)", ""),
+    "second moment of gradients": Fault("grad * grad - second", "grad - second", first=10),
+    "bias of the first moment left": Fault("lr / (1 - tl.exp2(steps * log1))", "lr", first=10),
+    "bias of the second moment left": Fault(
+        "tl.sqrt(1 - tl.exp2(steps * log2))", "lr / lr", first=10
+    ),
+    "eps left out": Fault("root) + numbers[7]", "root)", first=10),
+    "L2 decay left out": Fault("grad = tl.fma(weight, numbers[2], grad)", "", first=14),
     "moments swapped": Fault(
-        "tl.store(firsts, first.to(dtypes[1])", "tl.store(firsts, second.to(dtypes[1])"
+        "tl.store(firsts, first.to(dtypes[1])", "tl.store(firsts, second.to(dtypes[1])", first=10
     ),
     "stale addresses": Fault(
         "table_of(device, sizes_and_addresses).",
         "globals().setdefault(f'{name}{counts}{dtypes}', table_of(device, sizes_and_addresses)).",
     ),
-    "numbers in 16 bits": Fault("np.array(numbers, np.float32)", "np.array(numbers, np.float16)"),
+    "numbers in 16 bits": Fault(
+        "np.array(numbers, np.float32)", "np.array(numbers, np.float16)", first=10
+    ),
     "a launch too short": Fault("[(sum(counts),)]", "[(sum(counts) - 1,)]"),
     "the third block of a tensor": Fault(
         "places = block * BLOCK", "places = tl.where(block < 2, block, 1) * BLOCK"
@@ -94,37 +101,46 @@ PRODUCTS = {
         "tl.store(mirror, tl.trans(value), mask=tl.trans(within & (rows > columns)))", "pass"
     ),
     "the left loaded without a mask": Fault(
-        "tl.load(lefts, mask=of_left, other=0.0)", "tl.load(lefts)"
+        "tl.load(lefts, mask=of_left, other=0.0)", "tl.load(lefts)", first=8
     ),
     "the inner dimension not masked": Fault(
-        "(inner[:, None] < k - start) & (columns[None, :] < n)", "columns[None, :] < n"
+        "(inner[:, None] < k - start) & (columns[None, :] < n)", "columns[None, :] < n", first=8
     ),
-    "stored without a mask": Fault("tl.store(place, value, mask=inside)", "tl.store(place, value)"),
+    "stored without a mask": Fault(
+        "tl.store(place, value, mask=inside)", "tl.store(place, value)", first=8
+    ),
     "the wrong stride": Fault("rights += ahead * right_row", "rights += ahead * right_column"),
     "every other block of the inner dimension": Fault(
         "range(0, k, depth)", "range(0, k, 2 * depth)"
     ),
     "only the last block": Fault("tl.dot(one, other, total)", "tl.dot(one, other)"),
     "alpha left out": Fault("total = total * alpha", "total = total"),
-    "beta left out": Fault("total += beta * tl.load(place", "total += tl.load(place"),
-    "gamma left out": Fault("total += gamma * tl.load(place", "total += 0.0 * tl.load(place"),
-    "the addend of another batch": Fault("place = add + batch * add_batch", "place = add"),
-    "the diagonal everywhere": Fault(
-        "tl.where(rows == columns, total + diagonal, total)", "total + diagonal"
+    "beta left out": Fault("total += beta * tl.load(place", "total += tl.load(place", first=2),
+    "gamma left out": Fault(
+        "total += gamma * tl.load(place", "total += 0.0 * tl.load(place", first=3
     ),
-    "rows of tiles in one group": Fault("group * _NEIGHBOURS + within % rows", "within % rows"),
+    "the addend of another batch": Fault("place = add + batch * add_batch", "place = add", first=2),
+    "the diagonal everywhere": Fault(
+        "tl.where(rows == columns, total + diagonal, total)", "total + diagonal", first=2
+    ),
+    "rows of tiles in one group": Fault(
+        "group * _NEIGHBOURS + within % rows", "within % rows", first=5
+    ),
     "tiles of the lower triangle": Fault("row, number - row * (row + 1) // 2", "row, row"),
     "one batch": Fault("[(count * batch,)]", "[(count,)]"),
     "two batches": Fault("left + batch * left_batch", "left + batch % 2 * left_batch"),
     "lower tiles from the third row on": Fault(
         "return row, number - row * (row + 1) // 2",
         "return tl.where(row < 2, row, 2), number - row * (row + 1) // 2",
+        first=-1,
     ),
     "lower tiles from the sixteenth row on": Fault(
-        "row = ((tl.sqrt(", "number = tl.where(number < 120, number, 0)\n    row = ((tl.sqrt("
+        "row = ((tl.sqrt(",
+        "number = tl.where(number < 120, number, 0)\n    row = ((tl.sqrt(",
+        first=-1,
     ),
     "the third group of rows of tiles": Fault(
-        "return group * _NEIGHBOURS + within", "return group % 2 * _NEIGHBOURS + within"
+        "return group * _NEIGHBOURS + within", "return group % 2 * _NEIGHBOURS + within", first=7
     ),
     "512 entries of the inner dimension": Fault(
         "range(0, k, depth)", "range(0, tl.minimum(k, 512), depth)"
@@ -134,7 +150,7 @@ PRODUCTS = {
         "(left, left, out if add is None else add, out)",
     ),
     "unmasked tiles for all": Fault(
-        "even = m % _SIDE == 0 and n % _SIDE == 0", "even = True or n % _SIDE == 0"
+        "even = m % _SIDE == 0 and n % _SIDE == 0", "even = True or n % _SIDE == 0", first=8
     ),
 }
 
@@ -229,7 +245,8 @@ def test_a_fault_in_a_kernel_a_table_or_a_launch_is_found(
     module, family, faults, name, tmp_path, caplog
 ):
     x = torch.ones(32, 32, dtype=torch.float16)
-    with checked_kernels(changed_text(module, faults[name], tmp_path)):
+    cases = slice(faults[name].first, None)
+    with checked_kernels(changed_text(module, faults[name], tmp_path), cases):
         assert not family.runs(x)
 
         assert caplog.text.count(f"GPU kernels for {family.name} do not work") == 1
@@ -240,7 +257,8 @@ def test_there_is_no_alarm_about_right_kernels(caplog):
     caplog.set_level(logging.WARNING, "megatron_eopt")
     x = torch.ones(32, 32, dtype=torch.float16)
     for _ in range(2):
-        with checked_kernels():
+        # others are computed below
+        with checked_kernels(cases=slice(2)):
             assert all(family.runs(x) for family, _ in TABLES.values())
     assert caplog.text == ""
 

@@ -56,7 +56,7 @@ def test_other_dtypes_and_given_places_get_the_same_numbers(given, wanted):
     assert torch.equal(place, exact)
 
 
-@pytest.mark.parametrize("entry", [1.0, 1.00390625, 3e-20, 3e15])
+@pytest.mark.parametrize("entry", [1.00390625, 3e-20, 3e15])
 def test_the_norm_of_a_large_weight_is_right(entry):
     # equal entries: a flat sum of their squares loses most
     x = torch.full((1, 1024, 2048), entry, dtype=torch.bfloat16)
