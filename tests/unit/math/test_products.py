@@ -155,7 +155,7 @@ def test_rounded_symmetric_products_are_symmetric():
 
 
 @pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("shape", [(256, 256), (256, 768), (768, 256)])
+@pytest.mark.parametrize("shape", [(256, 256), (256, 512), (512, 256)])
 def test_iterations_by_half_products_are_as_accurate_as_by_whole_ones(name, shape):
     x = NAMED[name](*shape, 3)
     reference = orthogonalize(x.double())
@@ -280,7 +280,8 @@ def test_quack_computes_what_it_supports(monkeypatch, caplog, capability, hip, r
     left, add = integers(1, 64, 128), integers(2, 64, 64)
     add = add + add.mT
     memory = torch.zeros(64 * 64 + 8, dtype=F16)
-    with checked_kernels():
+    # one case tells whether both halves are computed
+    with checked_kernels(cases=slice(1)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         assert products.QUACK.runs(left) == taken
         assert multiplied(left, add) == taken
