@@ -26,7 +26,7 @@ from megatron_eopt.matrices import gated
 from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 
-STEPS = 10
+STEPS = 5
 MANAGED = ("optim", "optim_grads", "optim_grads_params", "no_shard")
 """Layouts that are strategies of Megatron-FSDP, here by ``fully_shard_model``."""
 

@@ -1,4 +1,4 @@
-"""Ten steps with injected gradients: every sharding does what one process does."""
+"""Some steps with injected gradients: every sharding does what one process does."""
 
 import pytest
 import torch
