@@ -70,11 +70,16 @@ def step(model, optimizer, number):
     optimizer.step()
 
 
+def begun(layout, name):
+    return train(layout, VARIANTS[name], steps=3)
+
+
 @eager
-def save(folder, layout, names):
+def save(folder, layout, names, begin=begun):
+    """Save runs; return state and weights as saved, and the weights after one more step."""
     wholes = {}
-    for name in NAMES[names]:
-        model, optimizer = train(layout, VARIANTS[name], steps=3)
+    for name in names:
+        model, optimizer = begin(layout, name)
         optimizer.param_groups[0]["lr"] = 0.03
         state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         checkpoint.save(state, checkpoint_id=f"{folder}/{name}")
@@ -85,15 +90,15 @@ def save(folder, layout, names):
 
 
 @eager
-def load(folder, layout, trained):
+def load(folder, layout, saved, variants=VARIANTS):
     """Return the state as loaded, and the weights after one more step."""
     results = {}
-    for name in trained:
+    for name, (_, trained, _) in saved.items():
         # what has stepped already must forget that
-        model, optimizer = train(layout, VARIANTS[name], steps=1)
+        model, optimizer = train(layout, variants[name], steps=1)
         with torch.no_grad():
             for key, param in named(model).items():
-                param.copy_(shard(trained[name][key], param))
+                param.copy_(shard(trained[key], param))
         loaded = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         checkpoint.load(loaded, checkpoint_id=f"{folder}/{name}", no_dist=layout == "plain")
         set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
@@ -118,9 +123,21 @@ def saved(tmp_path_factory):
     def once(framework: str, names: str) -> tuple[str, Any]:
         layout, world = SAVED[framework]
         folder, cpu = str(tmp_path_factory.mktemp(framework)), framework != "torch"
-        return folder, run_ranks(world, save, folder, layout, names, cpu=cpu, timeout=120)
+        return folder, run_ranks(world, save, folder, layout, NAMES[names], cpu=cpu, timeout=120)
 
     return once
+
+
+def check_all(loaded, by_rank):
+    """Compare what all ranks have loaded, and what they have saved, with what the first has."""
+    for results in loaded + by_rank:
+        for name, (found, *_, after) in results.items():
+            expected, _, then = by_rank[0][name]
+            assert found.keys() == expected.keys()
+            assert len(found) >= 20
+            for key, value in expected.items():
+                assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), (name, key)
+            assert far(after, then)[0] < 2e-6, name
 
 
 USUAL = [
@@ -145,21 +162,12 @@ OTHERS = [
 )
 def test_state_loads_bit_equal_at_other_layouts(saved, framework, layout, world, names):
     folder, by_rank = saved(framework, names)
-    trained = {name: result[1] for name, result in by_rank[0].items()}
     if layout == "plain":
-        loaded = [load(folder, "plain", trained)]
+        loaded = [load(folder, "plain", by_rank[0])]
     else:
         cpu = framework != "torch"
-        loaded = run_ranks(world, load, folder, layout, trained, cpu=cpu, timeout=120)
-    # all ranks have saved the same, too
-    for results in loaded + by_rank:
-        for name, (found, *_, after) in results.items():
-            expected, _, then = by_rank[0][name]
-            assert found.keys() == expected.keys()
-            assert len(found) >= 20
-            for key, value in expected.items():
-                assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), (name, key)
-            assert far(after, then)[0] < 2e-6, name
+        loaded = run_ranks(world, load, folder, layout, by_rank[0], cpu=cpu, timeout=120)
+    check_all(loaded, by_rank)
     keys = by_rank[0]["soap"][0].keys()
     prefix = "module." if is_managed(SAVED[framework][0]) else ""
     state = ("up.weight.gate/L", "up.weight.up/Q_R", "down.weight.exp_avg_sq")
