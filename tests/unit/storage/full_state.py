@@ -227,15 +227,23 @@ def save(cases: list[Case], folder: str) -> list[dict[str, Any]]:
     return states if distributed.get_rank() == 0 else []
 
 
-def interrupted(cases: list[Case], folder: str) -> tuple[list[Any], list[Any]]:
-    """For each case do four steps, saving after two, and resume; return both final states."""
-    save(cases, folder)
-    whole = []
-    for case in cases:
+def stopped(cases: list[Case], folder: str) -> tuple[list[Any], list[Any]]:
+    """For each case do four steps, saving after two; return the states then and at the end."""
+    saved, whole = [], []
+    for number, case in enumerate(cases):
         chunk, optimizer = build(case)
-        steps(case, chunk, optimizer, 0, 4)
+        steps(case, chunk, optimizer, 0, 2)
+        write(case, chunk, optimizer, Path(folder, str(number)))
+        saved.append(full_state(case, chunk, optimizer))
+        steps(case, chunk, optimizer, 2, 4)
         whole.append(full_state(case, chunk, optimizer))
         forget_megatron()
+    return saved, whole
+
+
+def interrupted(cases: list[Case], folder: str) -> tuple[list[Any], list[Any]]:
+    """Do the same, and resume; return both final states of each case."""
+    _, whole = stopped(cases, folder)
     return whole, load(cases, folder, further=2)
 
 

@@ -23,11 +23,11 @@ from tests.unit.storage.full_state import (
     Case,
     build,
     differences,
-    interrupted,
     load,
     save_one,
     sharded,
     steps,
+    stopped,
 )
 from tests.unit.storage.runs import (
     DENSE,
@@ -162,8 +162,8 @@ RESUMED = [
 def test_the_same_sizes_resume(tmp_path):
     """Also with more data-parallel ranks."""
     cases = [replace(case, parallel={"gtp": 2, "expert_gtp": 2}) for case in RESUMED]
-    whole, resumed = run_ranks(2, interrupted, cases, str(tmp_path), timeout=300)[0]
-    saved = run_ranks(2, load, cases, str(tmp_path))[0]
+    saved, whole = run_ranks(2, stopped, cases, str(tmp_path), timeout=300)[0]
+    resumed = run_ranks(2, load, cases, str(tmp_path), 2, timeout=300)[0]
     loaded = run_ranks(4, load, cases, str(tmp_path))[0]
     for case, *states in zip(cases, whole, resumed, saved, loaded, strict=True):
         assert not differences(*states[:2]), case
