@@ -143,30 +143,23 @@ def built(storage: str, chunk: Any, main: str, others: Any = None) -> Any:
     return optimizer
 
 
-def trained(storage: str, chunk: Any, optimizer: Any, first: int, end: int) -> None:
-    for number in range(first, end):
-        optimizer.zero_grad()
-        foreign.inject(storage, chunk, number)
-        optimizer.step()
-
-
 @eager
 def under_megatron(storage: str, main: str, folder: Path) -> list[Any]:
     """Return counts and weights of a run that goes on, and of one that is loaded in between."""
     chunk = foreign.wrapped(storage, foreign.Foreign())
     others = overrides(main, "hidden.weight", "hidden.bias")
     first = built(storage, chunk, "lion", others)
-    trained(storage, chunk, first, 0, 3)
+    foreign.step(storage, chunk, first, 0, 3)
     optimizer = built(storage, chunk, main)
     optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
-    trained(storage, chunk, optimizer, 3, 5)
+    foreign.step(storage, chunk, optimizer, 3, 5)
     before = foreign.weights(chunk)
     if storage == "megatron_fsdp":
         checkpoint.save(state_of(chunk, optimizer, is_loading=False), checkpoint_id=folder)
     else:
         torch.save(optimizer.state_dict(), folder / f"{distributed.get_rank()}.pt")
     found = [counts_of(optimizer)]
-    trained(storage, chunk, optimizer, 5, 6)
+    foreign.step(storage, chunk, optimizer, 5, 6)
     found.append(foreign.weights(chunk))
     forget_megatron()
     chunk = foreign.wrapped(storage, foreign.Foreign())
@@ -183,7 +176,7 @@ def under_megatron(storage: str, main: str, folder: Path) -> list[Any]:
     for group in optimizer.param_groups:
         group["lr"] = 0.02
     found.append(counts_of(optimizer))
-    trained(storage, chunk, optimizer, 5, 6)
+    foreign.step(storage, chunk, optimizer, 5, 6)
     return [*found, foreign.weights(chunk)]
 
 

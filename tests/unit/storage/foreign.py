@@ -76,5 +76,12 @@ def inject(storage: str, chunk: Any, step: int) -> None:
             param.grad = grad if local.numel() else None
 
 
+def step(storage: str, chunk: Any, optimizer: Any, first: int = 0, end: int = 3) -> None:
+    for number in range(first, end):
+        optimizer.zero_grad()
+        inject(storage, chunk, number)
+        optimizer.step()
+
+
 def weights(chunk: Any) -> dict[str, torch.Tensor]:
     return {name: whole(param) for name, param in parameters(chunk).items()}

@@ -7,7 +7,7 @@ from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import eager, far, set_gradients
 from tests.unit.fsdp2.model import weights as weights_of
-from tests.unit.storage.foreign import FIELDS, STORAGES, Foreign, built, inject, weights, wrapped
+from tests.unit.storage.foreign import FIELDS, STORAGES, Foreign, built, step, weights, wrapped
 
 HOW = {"muon_convolutions": True, "muon_scale_mode": "unit_rms_norm"}
 
@@ -15,10 +15,7 @@ HOW = {"muon_convolutions": True, "muon_scale_mode": "unit_rms_norm"}
 @eager
 def trained(storage):
     chunk = wrapped(storage, Foreign().declare())
-    optimizer = built(storage, chunk, **HOW)
-    for step in range(3):
-        inject(storage, chunk, step)
-        optimizer.step()
+    step(storage, chunk, built(storage, chunk, **HOW))
     return weights(chunk)
 
 
@@ -27,8 +24,8 @@ def alone():
     model = Foreign().declare()
     config = EmergingOptimizerConfig(**FIELDS, **HOW, muon_fp32_matmul_prec="highest")
     optimizer = build_optimizer(model, config, output_layers=())
-    for step in range(3):
-        set_gradients(model, step)
+    for number in range(3):
+        set_gradients(model, number)
         optimizer.step()
     return weights_of(model)
 

@@ -9,7 +9,7 @@ from torch import nn
 from megatron_eopt.base.errors import ConfigurationError
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import eager, far
-from tests.unit.storage.foreign import built, inject, weights, wrapped
+from tests.unit.storage.foreign import built, step, weights, wrapped
 
 
 class Wide(MegatronModule):
@@ -35,9 +35,7 @@ def trained(storage, dtype, fields=(), lr=0.02):
         optimizer = built(storage, chunk, lr=lr, **dict(fields))
     except ConfigurationError as error:
         return str(error)
-    for step in range(3):
-        inject(storage, chunk, step)
-        optimizer.step()
+    step(storage, chunk, optimizer)
     return before, weights(chunk)
 
 
