@@ -27,7 +27,7 @@ from tests.unit.storage.runs import (
 # (they come from the order in which the norm is summed) by less than ten.
 TOLERANCE = 2e-6
 
-STEPS = 5
+STEPS = 10
 
 LAYOUTS = {
     "dp 2": (2, Run()),
