@@ -79,4 +79,4 @@ square matrix have the matrix's shape."""
 # kinds of main weights in checkpoints
 MAIN_OF_SHARDED = "param"  # ZeRO-1 shards
 MAIN_OF_REPLICATED = "fp32_param"  # full copies
-MAINS = frozenset({MAIN_OF_SHARDED, MAIN_OF_REPLICATED})
+MAIN_KINDS = frozenset({MAIN_OF_SHARDED, MAIN_OF_REPLICATED})

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import raise_together
-from megatron_eopt.base.names import MAINS, STEP
+from megatron_eopt.base.names import MAIN_KINDS, STEP
 from megatron_eopt.checkpoint.catalogue import Catalogue
 from megatron_eopt.checkpoint.keys import Saved
 from megatron_eopt.checkpoint.optimizer_state import prepare
@@ -130,9 +130,9 @@ def match(storage: Any, wanted: Mapping[str, Any], catalogue: Catalogue) -> Load
 
         required = state_kinds(own) - optional
         if not report.continues(name, reader, required, misfit, saved):
-            kinds &= MAINS
+            kinds &= MAIN_KINDS
         for values, there in parts:
-            for kind in values.keys() - MAINS - (kinds & there.keys()):
+            for kind in values.keys() - MAIN_KINDS - (kinds & there.keys()):
                 del values[kind]
     report.refuse("checkpoint", has_stepped=storage.steps > 0)
     for name, meta in wanted[BY_PARAMETER].items():

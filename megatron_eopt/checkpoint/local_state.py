@@ -19,7 +19,7 @@ from megatron_eopt.state.rule import identity_of, log_lines
 from megatron_eopt.state.state_dicts import SavedStateDict, misfit_of, named, write_state
 from megatron_eopt.storage.local_tensors import local_of
 
-MAINS = "fp32_from_fp16_params"
+MAINS_KEY = "fp32_from_fp16_params"
 """Key of the main weights in the state of megatron-core's wrapper: for each group, a list."""
 
 MAIN_NAMES = "fp32_from_fp16_param_names"
@@ -52,11 +52,11 @@ def save(storage: Any, main_optimizer: str | None, names: Names) -> dict[str, An
     for group in inner["param_groups"]:
         if group.get("optimizer") == main_optimizer:
             group.pop("optimizer", None)
-    if MAINS in result:
+    if MAINS_KEY in result:
         name_of = _names_of(storage, names)
-        result[MAIN_NAMES] = [[name_of[item] for item in group] for group in result[MAINS]]
+        result[MAIN_NAMES] = [[name_of[item] for item in group] for group in result[MAINS_KEY]]
         # aliases without attributes, which torch.load with weights_only=True could not read
-        result[MAINS] = [[item.detach() for item in group] for group in result[MAINS]]
+        result[MAINS_KEY] = [[item.detach() for item in group] for group in result[MAINS_KEY]]
     return result
 
 
@@ -169,7 +169,7 @@ def _mains(
     halves = {name_of[shard.main] for shard in shards if shard.main is not shard.param}
     found: dict[str, Tensor] = {}
     given = part.get(MAIN_NAMES, [None] * len(saved.groups))
-    for group, own, values in zip(saved.groups, given, part.get(MAINS, ()), strict=False):
+    for group, own, values in zip(saved.groups, given, part.get(MAINS_KEY, ()), strict=False):
         of_group = list(group[PARAM_NAMES])
         if own is not None:
             here = match_names(name_of.values(), own)
@@ -180,7 +180,7 @@ def _mains(
         if len(of_group) != len(values):
             rule = f"does not name them, and {len(of_group)} parameters of the group have them here"
             hint = "Resume with the dtypes of that run, or from a torch_dist checkpoint"
-            found_here = f"{len(values)} main weights of a group ({MAINS})"
+            found_here = f"{len(values)} main weights of a group ({MAINS_KEY})"
             raise ConfigurationError("state_dict", found_here, rule, hint)
         found |= dict(zip(of_group, values, strict=True))
     return found
@@ -213,7 +213,7 @@ def _load(item: _Saved, names: Names, found: bool) -> _Write:
         if local_of(value).shape != local_of(shard.main).shape:
             rule = f"must have shape {tuple(local_of(shard.main).shape)}, as on this rank"
             hint = "Resume with the model and parallel layout of the run that wrote it"
-            has = f"main weights ({MAINS}) of shape {tuple(local_of(value).shape)}"
+            has = f"main weights ({MAINS_KEY}) of shape {tuple(local_of(value).shape)}"
             raise ConfigurationError(f"state_dict: {name}", has, rule, hint)
         if value is not shard.main:
             mains.append((shard.main, value))

@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank
 
 from megatron_eopt.base.agreement import CheckpointError, gather_unique, totals
-from megatron_eopt.base.names import MAINS, STEP
+from megatron_eopt.base.names import MAIN_KINDS, STEP
 from megatron_eopt.base.place import remat_size
 from megatron_eopt.checkpoint import saved_state
 from megatron_eopt.checkpoint.buckets import boxes_in_buckets
@@ -147,7 +147,7 @@ class StateRequests:
         present = self._complete_values(loaded)
         for index in self._chosen.keys() - present.keys():
             value = self._values[index]
-            if value.kind not in MAINS:
+            if value.kind not in MAIN_KINDS:
                 report.lack(value.where.space.name, f"no {value.kind}")
         report.refuse("checkpoint", has_stepped=False)
 
@@ -176,7 +176,7 @@ class StateRequests:
                 continue
             if index in present:
                 self._chosen[index].write_loaded(present[index])
-            elif value.kind in MAINS:
+            elif value.kind in MAIN_KINDS:
                 # the checkpoint has no main weights, so the loaded model's weights are used
                 value.take_from_model()
             elif value.where.state is not None and value.where.space.name in self._fresh:
@@ -320,7 +320,7 @@ def _sources_of(
 ) -> dict[int, StateValue]:
     """Return where one parameter's values are read from, by their index."""
     name = where.space.name
-    mains = {index: value for index, value in values.items() if value.kind in MAINS}
+    mains = {index: value for index, value in values.items() if value.kind in MAIN_KINDS}
     state = {
         index: source
         for index, value in values.items()
@@ -342,7 +342,7 @@ def _sources_of(
         # storages call main weights differently (``base/names.py``)
         places = (
             value.apart_from_model().found_in(catalogue, boxes, kind)
-            for kind in (value.kind, *sorted(MAINS - {value.kind}))
+            for kind in (value.kind, *sorted(MAIN_KINDS - {value.kind}))
         )
         if (main := next(filter(None, places), None)) is not None:
             state[index] = main

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
 from megatron_eopt.base.address import address_of
-from megatron_eopt.base.names import MAINS, STEP
+from megatron_eopt.base.names import MAIN_KINDS, STEP
 from megatron_eopt.checkpoint.catalogue import Catalogue
 from megatron_eopt.checkpoint.keys import (
     kind_of,
@@ -82,7 +82,7 @@ class StateValue:
     def is_of_model(self) -> bool:
         """Whether it is main weights that are the model's own weights."""
         item = self.where.stored
-        return self.kind in MAINS and item is not None and item.main is item.param
+        return self.kind in MAIN_KINDS and item is not None and item.main is item.param
 
     def found_in(
         self, catalogue: Catalogue, boxes: Boxes, kind: str | None = None
@@ -130,7 +130,7 @@ class StateValue:
         The model's state is read into that weight, too, and may have been rounded to 16 bits.
         """
         item = self.where.stored
-        if self.kind not in MAINS or item is None:
+        if self.kind not in MAIN_KINDS or item is None:
             return self
         main, param = (address_of(local_of(tensor))[0] for tensor in (item.main, item.param))
         if main != param:
@@ -204,7 +204,7 @@ def sharded_like_weights(
     return {
         kind: value
         for kind, value in tensors.items()
-        if kind in MAINS or (kind != STEP and update_rule.is_sharded_like_param(kind, value))
+        if kind in MAIN_KINDS or (kind != STEP and update_rule.is_sharded_like_param(kind, value))
     }
 
 

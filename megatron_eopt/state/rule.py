@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.log import warn
-from megatron_eopt.base.names import MAINS, STEP
+from megatron_eopt.base.names import MAIN_KINDS, STEP
 from megatron_eopt.config.registry import name_of_class
 from megatron_eopt.routing.groups import GROUP_ID
 
@@ -117,7 +117,7 @@ def identity_of(group: Mapping[str, Any]) -> str:
 
 def state_kinds(kinds: Iterable[str]) -> frozenset[str]:
     """Return the kinds that the rule judges: those of state, without main weights and counts."""
-    return frozenset(kinds) - MAINS - {STEP}
+    return frozenset(kinds) - MAIN_KINDS - {STEP}
 
 
 type Kinds = Mapping[str, tuple[frozenset[str], frozenset[str]]]

@@ -12,7 +12,8 @@ from megatron.core.optimizer import ParamKey
 from torch import distributed
 from torch.distributed import checkpoint
 
-from megatron_eopt import get_megatron_optimizer
+from megatron_eopt import EmergingOptimizerEntry, get_megatron_optimizer
+from megatron_eopt.config.registry import registered
 from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
@@ -191,3 +192,32 @@ def test_megatrons_trainer_goes_on_with_their_counts(tmp_path, storage, main):
         assert counts == again == expected(counts, 2, "hidden.weight", "hidden.bias")
         assert set(counts.values()) == {2, 5}
         assert far(whole, found)[0] == 0
+
+
+class Lazy(torch.optim.Optimizer):
+    """Creates its state in its first step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["step"] = self.state[param].get("step", 0) + 1
+                param -= group["lr"] * param.grad
+
+
+def test_state_that_a_load_creates_has_no_count():
+    model = torch.nn.Linear(4, 6, bias=False)
+    others = build_optimizer(model, config("muon"))
+    with registered("lazy", EmergingOptimizerEntry(Lazy, init_state_fn=lambda *_: None)):
+        optimizer = build_optimizer(model, config("lazy"))
+    for steps in (others.step, others.step, optimizer.step):
+        model.weight.grad = torch.ones_like(model.weight)
+        if steps == optimizer.step:
+            optimizer.load_state_dict(copy.deepcopy(others.state_dict()))
+        steps()
+    (state,) = optimizer.state_dict()["state"].values()
+    assert {int(value) for key, value in state.items() if "step" in key} == {1}
