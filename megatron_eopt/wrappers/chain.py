@@ -17,6 +17,7 @@ Note [A step]
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -93,8 +94,6 @@ class OptimizerChain(ChainedOptimizer):
         self.number, self.superseded = -1, False  # see megatron_eopt.wrappers.factory
         # if so, the host reads norms one step later; see Note [No waits] of gradients.py
         self.has_kernels = passes.KERNELS.runs(torch.empty(0, device="cuda"))
-        # also those of other pipeline stages, because an error is collective
-        self._fuses = not any_rank(not all(map(fuses_grad_scale, storages)))
         self._overlap: Overlap | None = None
         if settings.config.muon_overlap_dp_comm:
             self._overlap = Overlap(
@@ -206,6 +205,14 @@ class OptimizerChain(ChainedOptimizer):
             for storage in self.chained_optimizers:
                 storage.steps -= 1
             raise
+
+    @cached_property
+    def _fuses(self) -> bool:
+        """Whether the rules of all ranks clip by themselves; collective in the first step.
+
+        Ranks of other pipeline stages have other rules, but raise an error together.
+        """
+        return not any_rank(not all(map(fuses_grad_scale, self.chained_optimizers)))
 
     def _may_read_late(self, norms: Mapping[str | None, GradNorm]) -> bool:
         """Return whether a step can run before the host knows its norms."""
