@@ -147,6 +147,8 @@ class LateEntry(EmergingOptimizerEntry):
         fields: Other fields of the entry.
     """
 
+    name = ""  # under which it is registered, for messages
+
     def __init__(self, path: str, **fields: Any) -> None:
         self.path = path
         super().__init__(optimizer_cls=type(None), **fields)
@@ -161,7 +163,8 @@ class LateEntry(EmergingOptimizerEntry):
         except ImportError as error:
             package = module.partition(".")[0].replace("_", "-")
             rule = f"cannot be imported: {error}"
-            raise ConfigurationError("optimizer", cls, rule, f"Install {package}") from error
+            hint = f"Install {package}"
+            raise ConfigurationError("optimizer", self.name, rule, hint) from error
         return self.optimizer_cls
 
 
@@ -212,7 +215,10 @@ def register_optimizer(
         hint = "Wrap it in an EmergingOptimizerEntry"
         raise ConfigurationTypeError("register_optimizer(entry)", entry, rule, hint)
     _entries[name] = entry
-    return None if isinstance(entry, LateEntry) else entry.optimizer_cls
+    if isinstance(entry, LateEntry):
+        entry.name = name
+        return None
+    return entry.optimizer_cls
 
 
 @contextmanager

@@ -79,3 +79,11 @@ def test_entry_points_of_installed_packages_are_loaded(monkeypatch, caplog):
         assert word in first
     assert "'odd'" in second
     assert "ConfigurationTypeError" in second
+
+
+def test_a_class_that_is_not_installed_is_named_as_the_user_wrote_it():
+    with (
+        registry.registered("theirs", registry.LateEntry("no_such_package.optimizers.Theirs")),
+        pytest.raises(ConfigurationError, match=r"optimizer='theirs'.*Install no-such-package"),
+    ):
+        registry.arguments_cls_of("theirs")
