@@ -5,8 +5,11 @@ from argparse import Namespace
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing import ShardedTensor
 
 from megatron_eopt.checkpoint import vocabulary
+from megatron_eopt.checkpoint.sources import Source, tensor_sources
+from megatron_eopt.layouts.boxes import Box
 
 
 def padded(tokens: int, args: Namespace, logging_enabled: bool = True) -> int:
@@ -47,3 +50,17 @@ def test_without_a_readable_checkpoint_megatron_pads(tmp_path, content):
     run = Namespace(load=str(tmp_path), make_vocab_size_divisible_by=128, rank=0)
     run.tensor_model_parallel_size = 2
     assert vocabulary.keeping_padding(padded)(257, run) == 512
+
+
+@pytest.mark.parametrize("rows", [3, 5, 7])
+def test_new_rows_are_copies_of_the_last_one(rows):
+    piece = ShardedTensor.from_rank_offsets("w", torch.zeros(rows, 2), allow_shape_mismatch=True)
+    first, *others = tensor_sources("w", (5, 2), piece)
+    assert (first.box, first.repeats) == (Box((0, 0), (5, 2)), False)
+    if rows > 5:
+        expected = Source("w", (5, 2), Box((5, 0), (rows - 5, 2)), (4, 0), repeats=True)
+        assert others == [expected]
+    else:
+        assert not others
+    stays = ShardedTensor.from_rank_offsets("w", torch.zeros(rows, 2))
+    assert bool(tensor_sources("w", (5, 2), stays)) == (rows == 5)
