@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.agreement import gather_objects, group_of_members, raise_together_in
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import Int64Array
+from megatron_eopt.base.names import Int64Array, TpModeT
 from megatron_eopt.base.place import refuse_part, whole_shape
 from megatron_eopt.config.checks import refuse_for_dtensors
 from megatron_eopt.config.settings import Settings
 from megatron_eopt.fsdp2.optimizer import DTensorOptimizer
 from megatron_eopt.layouts import Layout, dtensor_layout
 from megatron_eopt.matrices import Split, whole
-from megatron_eopt.optimizers.build import build_routed, exchange_of
+from megatron_eopt.optimizers.build import build_routed
 from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.modes import place_matrices
 from megatron_eopt.optimizers.specs import OptimizerSpec
@@ -51,7 +51,12 @@ class DTensorShards:
         """
         first = next(iter(params.values()))
         group, is_cut = self._group_of(first), _is_cut(first)
-        config = exchange_of(self._settings, spec, first, is_cut=is_cut)
+        mode: TpModeT = self._settings.first_field("tp_mode") or "auto"
+        if spec.layout == "matrix_state" or (mode == "auto" and is_cut):
+            # sharded matrices must be sent anyway, and one owner does the work only once
+            mode = "exchange"
+        buffer_mb = self._settings.config.matrix_buffer_mb
+        config = ExchangeConfig(mode, buffer_mb, device=local_of(first).device)
         size = 1 if group is None else group.size()
 
         def computed_by(layouts: Sequence[Layout]) -> list[int]:

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron_eopt.base.agreement import raise_together
-from megatron_eopt.base.names import TpModeT
 from megatron_eopt.config.arguments import arguments_of
 from megatron_eopt.config.settings import Settings
 from megatron_eopt.optimizers.element_wise import ElementWiseRule
@@ -18,7 +17,6 @@ from megatron_eopt.optimizers.specs import OptimizerSpec, optimizer_specs, updat
 from megatron_eopt.optimizers.update_rule import ParamGroup, UpdateRule
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.parameters import check_dtypes
-from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.storage.shard import ParamShard
 
 type OptimizerClass = Callable[..., ShardedOptimizer]
@@ -78,14 +76,21 @@ def _rules(
     """Yield what updates the parameters of one optimizer."""
     # a pipeline stage may have no matrices
     if spec.layout == "element_wise" or not names:
-        shards = [ParamShard(name, param) for param, name in names.items()]
-        yield ElementWiseRule(spec.optimizer, spec.init_state_fn, config, shards)
+        yield element_wise_rule(spec, names, config)
         return
     together: dict[Hashable, dict[str, Tensor]] = {}
     for param, name in names.items():
         together.setdefault(source.kind_of(param), {})[name] = param
     for members in together.values():
         yield update_rule_over(spec, *source.shards(spec, members), config)
+
+
+def element_wise_rule(
+    spec: OptimizerSpec, names: Mapping[Tensor, str], config: Any
+) -> ElementWiseRule:
+    """Return what updates parameters, given with their names, element by element."""
+    shards = [ParamShard(name, param) for param, name in names.items()]
+    return ElementWiseRule(spec.optimizer, spec.init_state_fn, config, shards)
 
 
 def build_routed(
@@ -121,22 +126,3 @@ def _rates(settings: Settings, group: ParamGroup) -> ParamGroup:
     """Return the initial learning rate and weight decay."""
     decay = group.get("start_wd", settings.config.weight_decay)
     return {"lr": group.get("max_lr", settings.config.lr), "weight_decay": decay * group["wd_mult"]}
-
-
-def exchange_of(
-    settings: Settings, spec: OptimizerSpec, param: Tensor, *, is_cut: bool
-) -> ExchangeConfig:
-    """Return how matrices are exchanged where parameters say by themselves where they are stored.
-
-    Args:
-        settings: The configuration.
-        spec: Their optimizer.
-        param: One of them.
-        is_cut: Whether no rank stores the whole parameter.
-    """
-    mode: TpModeT = settings.first_field("tp_mode") or "auto"
-    if spec.layout == "matrix_state" or (mode == "auto" and is_cut):
-        # sharded matrices must be sent anyway, and one owner does the work only once
-        mode = "exchange"
-    device = local_of(param).device
-    return ExchangeConfig(mode, settings.config.matrix_buffer_mb, device=device)

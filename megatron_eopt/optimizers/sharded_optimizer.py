@@ -202,8 +202,13 @@ class ShardedOptimizer(PlainOptimizer):
             ConfigurationError: If a parameter stands where no update rule updates it.
         """
         now = ids_of(self.param_groups)
-        if now == self._seen:
-            return
+        if now != self._seen:
+            self._refuse_strangers(now)
+            self.attach()
+            self._seen = now
+
+    def _refuse_strangers(self, now: Sequence[Sequence[int]]) -> None:
+        """Raise an error for groups, given by ids, that update rules cannot follow."""
         if len(now) != self._number_of_groups:
             raise fixed("param_groups", f"{len(now)} groups")
         if strangers := self._strangers():
@@ -211,8 +216,6 @@ class ShardedOptimizer(PlainOptimizer):
             rule = "not where they were when the optimizer was built, so no step would update them"
             hint = "Build the optimizer again after the model or its groups have changed"
             raise ConfigurationError("param_groups", ", ".join(strangers[:8]), rule, hint)
-        self.attach()
-        self._seen = now
 
     def _strangers(self) -> list[str]:
         """Return what is where no update rule updates it, and what a rule misses, in words."""

@@ -19,8 +19,8 @@ from megatron_eopt.config.registry import arguments_cls_of
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.megatron_core.stored_weights import StoredWeights
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
-from megatron_eopt.optimizers.build import build_over
-from megatron_eopt.optimizers.element_wise import ElementWiseRule, LocalShardRule
+from megatron_eopt.optimizers.build import build_over, element_wise_rule
+from megatron_eopt.optimizers.element_wise import LocalShardRule
 from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.sharded_optimizer import Served, ShardedOptimizer
 from megatron_eopt.optimizers.specs import OptimizerSpec, optimizer_specs, refuse_own_step
@@ -28,7 +28,7 @@ from megatron_eopt.optimizers.update_rule import ParamGroup, fixed, refuse_group
 from megatron_eopt.routing.model import Routing
 from megatron_eopt.routing.parameters import check_dtypes
 from megatron_eopt.storage.local_tensors import local_of
-from megatron_eopt.storage.shard import ParamShard, Ranks
+from megatron_eopt.storage.shard import ParamShard
 from megatron_eopt.storage.slabs import Slabs
 from megatron_eopt.wrappers.builders import OptimizerBuildContext, fused_classes
 from megatron_eopt.wrappers.chain import OptimizerChain
@@ -254,13 +254,14 @@ def state_exists(*_: Any) -> None:
 
 def _alone(spec: OptimizerSpec, context: OptimizerBuildContext) -> AssignedRule:
     """Return the rule of an optimizer that steps its own groups."""
-    is_element_wise, slabs = spec.layout == "element_wise", Slabs(context.collection)
-    shards = []
-    for param in (param for group in spec.optimizer.param_groups for param in group["params"]):
-        ranks = Ranks() if is_element_wise else slabs.ranks_of(param)
-        shards.append(ParamShard(context.routing.names[param], param, ranks=ranks))
-    cls = ElementWiseRule if is_element_wise else LocalShardRule
-    rule = cls(spec.optimizer, spec.init_state_fn, context.settings.config, shards)
+    config, slabs = context.settings.config, Slabs(context.collection)
+    params = (param for group in spec.optimizer.param_groups for param in group["params"])
+    names = {param: context.routing.names[param] for param in params}
+    if spec.layout == "element_wise":
+        rule = element_wise_rule(spec, names, config)
+    else:
+        shards = [ParamShard(name, p, ranks=slabs.ranks_of(p)) for p, name in names.items()]
+        rule = LocalShardRule(spec.optimizer, spec.init_state_fn, config, shards)
     rule.is_clipped = spec.is_clipped
     return AssignedRule(rule, spec.optimizer)
 
@@ -277,16 +278,9 @@ class WholeOptimizer(ShardedOptimizer):
         # of all groups, however many there will be
         super().__init__(groups, [(rule, slice(None)) for rule, _ in served], params)
 
-    def _follow_groups(self) -> None:
-        """Let update rules know where users have moved parameters.
-
-        Raises:
-            ConfigurationError: If a group has a parameter that came after this was built.
-        """
+    def _refuse_strangers(self, now: Sequence[Sequence[int]]) -> None:
+        """Raise a ConfigurationError if a group has a parameter that came after the build."""
         refuse_new(self.param_groups, self.shards)
-        # each compares its groups with those that it has seen
-        for item in self.assigned:
-            item.groups()
 
 
 class SlabSource:

@@ -16,8 +16,8 @@ from megatron_eopt.config.checks import refuse_for_overlap
 from megatron_eopt.config.settings import RunSettings
 from megatron_eopt.matrices import Split, whole
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
-from megatron_eopt.optimizers.build import build_over
-from megatron_eopt.optimizers.element_wise import ElementWiseRule, optimizer_name
+from megatron_eopt.optimizers.build import build_over, element_wise_rule
+from megatron_eopt.optimizers.element_wise import optimizer_name
 from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.muon_settings import declared_split
 from megatron_eopt.optimizers.off_loading import off_load
@@ -87,10 +87,9 @@ def unmixed_storages(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list
         if spec.optimizer is not None:
             # megatron-core's constructor replaces these parameters by this rank's fragments
             bind(spec.optimizer, spec.groups, defaultdict(dict))
-            params = [param for group in spec.groups for param in group["params"]]
-            shards = [ParamShard(sharding.names[param], param) for param in params]
-            config = sharding.settings.config
-            rule = ElementWiseRule(spec.optimizer, spec.init_state_fn, config, shards)
+            params = (param for group in spec.groups for param in group["params"])
+            names = {param: sharding.names[param] for param in params}
+            rule = element_wise_rule(spec, names, sharding.settings.config)
             assigned = [AssignedRule(rule, spec.optimizer)]
         storage = sharding.storage(spec.optimizer, by_kind[spec.is_expert])
         storage.set_assigned(assigned)
