@@ -30,7 +30,6 @@ from megatron_eopt.extending import (
 from megatron_eopt.optimizers.adaptive_rule import NorMuonRule
 from megatron_eopt.optimizers.stored_matrices import MatrixSums
 from megatron_eopt.testing import conformance
-from megatron_eopt.wrappers import builders
 from megatron_eopt.wrappers.replicated import Float32Optimizer
 
 
@@ -266,8 +265,3 @@ def undeclared(model):
 def test_the_conformance_test_fails_for_a_faulty_storage(storage, where):
     with pytest.raises(conformance.ConformanceError, match=where):
         conformance.check("muon", storage=storage)
-
-
-def teardown_module():
-    for builder in (with_own_norms, as_copies):
-        builders.BUILDERS.remove(builder)

@@ -13,7 +13,6 @@ from megatron_eopt.contrib.declared_boxes import build_sharded
 from megatron_eopt.extending import register_storage
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.testing import conformance
-from megatron_eopt.wrappers import builders
 from tests.harness import run_ranks
 
 
@@ -153,7 +152,3 @@ def elsewhere():
 def test_a_part_is_not_taken_for_a_whole_parameter():
     for said in run_ranks(2, elsewhere):
         assert all("is only a part of the parameter" in text for text in said)
-
-
-def teardown_module():
-    builders.BUILDERS.remove(in_parts)
