@@ -1,10 +1,12 @@
 """Count the functions that build, run and load an optimizer, of this package and Megatron-Core's.
 
-    python -m benchmarks.traced [--list]
+    python -m benchmarks.traced [--list | --momentum]
 
 One GPT layer in bfloat16, DP 2 x TP 2, Muon and Adam with sharded state, on rank 0. A load is that
 of a ``torch_dist`` checkpoint at the same layout; without the checks of files, which any load does.
-``--list`` prints the functions in the order of their first call, indented by depth.
+``--list`` prints the functions in the order of their first call, indented by depth. ``--momentum``
+prints those of a build and a step that hold the value of ``muon_momentum``: in a variable, in a
+dictionary or a list of one, or as their result.
 """
 
 import argparse
@@ -42,6 +44,9 @@ ARMS = (
 )
 STEPS = 2
 
+MOMENTUM = 0.9317
+"""A value that no other setting has."""
+
 type Calls = dict[tuple[str, int, str], list[int]]
 """Depth of the first call and number of calls, by file, line and name of a function."""
 
@@ -50,25 +55,54 @@ def traced(folder: Path, work: Callable[[], Any]) -> tuple[Any, Calls]:
     """Return the result of ``work``, and its calls of functions below a folder."""
     found: Calls = {}
 
-    def is_inside(frame: FrameType) -> bool:
-        path = Path(frame.f_code.co_filename)
-        # what stands in for CUDA, and what runs the ranks, is part of no optimizer
-        outside = ("cpu", "testing")
-        return path.is_relative_to(folder) and path.relative_to(folder).parts[0] not in outside
-
     def note(frame: FrameType, event: str, _: object) -> None:
-        if event != "call" or not is_inside(frame):
+        if event != "call" or not is_inside(frame, folder):
             return
         depth, above = 0, frame.f_back
         while above is not None:
-            depth, above = depth + is_inside(above), above.f_back
-        code = frame.f_code
-        file = str(Path(code.co_filename).relative_to(folder))
-        found.setdefault((file, code.co_firstlineno, code.co_qualname), [depth, 0])[1] += 1
+            depth, above = depth + is_inside(above, folder), above.f_back
+        found.setdefault(key_of(frame, folder), [depth, 0])[1] += 1
 
     sys.setprofile(note)
     try:
         return work(), found
+    finally:
+        sys.setprofile(None)
+
+
+def is_inside(frame: FrameType, folder: Path) -> bool:
+    """Tell whether a function is below a folder."""
+    path = Path(frame.f_code.co_filename)
+    # what stands in for CUDA, and what runs the ranks, is part of no optimizer
+    outside = ("cpu", "testing")
+    return path.is_relative_to(folder) and path.relative_to(folder).parts[0] not in outside
+
+
+def key_of(frame: FrameType, folder: Path) -> tuple[str, int, str]:
+    """Return the file, line and name of a function."""
+    code = frame.f_code
+    file = str(Path(code.co_filename).relative_to(folder))
+    return file, code.co_firstlineno, code.co_qualname
+
+
+def holders(folder: Path, work: Callable[[], Any], wanted: float) -> tuple[Any, list[str]]:
+    """Return the result of ``work``, and the functions below a folder that hold a number."""
+    found: dict[tuple[str, int, str], None] = {}
+
+    def is_it(value: object) -> bool:
+        return isinstance(value, float) and value == wanted
+
+    def note(frame: FrameType, event: str, result: object) -> None:
+        if event in ("call", "return") and is_inside(frame, folder):
+            for value in (*frame.f_locals.values(), result):
+                items = value.values() if isinstance(value, dict) else value
+                many = isinstance(value, dict | list | tuple)
+                if is_it(value) or (many and any(map(is_it, items))):
+                    found[key_of(frame, folder)] = None
+
+    sys.setprofile(note)
+    try:
+        return work(), [f"{name}  {file}:{line}" for file, line, name in found]
     finally:
         sys.setprofile(None)
 
@@ -80,22 +114,43 @@ def load(chunk: Any, optimizer: Any, folder: str) -> None:
     optimizer.load_state_dict(checkpoints.load(state, folder)["optimizer"])
 
 
+def built(arm: Arm) -> tuple[Any, dict[str, Any]]:
+    """Return a model for this arm's optimizer, and the fields of its configuration."""
+    initialize_megatron(tp=2)
+    sizes: dict[str, Any] = {"layers": 1, "gated": True, "position_embedding": "rope"}
+    chunk = wrapped_for(arm.storage, tiny_gpt(dtype=torch.bfloat16, **sizes))
+    return chunk, {"lr": 0.01, "bf16": True, "params_dtype": torch.bfloat16}
+
+
+def set_gradients(chunk: Any) -> None:
+    """Give all parameters gradients, and reduce them."""
+    for param in chunk.parameters():
+        param.main_grad.normal_()
+    chunk.start_grad_sync()
+    chunk.finish_grad_sync()
+
+
+def of_momentum() -> list[str]:
+    """Return the functions of a build and of a step that hold ``muon_momentum``."""
+    arm, folder = ARMS[0], FOLDERS[OURS]
+    chunk, fields = built(arm)
+    fields["muon_momentum"] = MOMENTUM
+    optimizer, first = holders(folder, lambda: arm.optimizer_of(chunk, **fields), MOMENTUM)
+    set_gradients(chunk)
+    _, more = holders(folder, optimizer.step, MOMENTUM)
+    return list(dict.fromkeys([*first, *more]))
+
+
 def build_and_step(number: int, folder_to_save: str) -> tuple[Calls, Calls, Calls]:
     """Return the calls of a build, of the last of some steps, and of a load in a new optimizer."""
     arm = ARMS[number]
     folder = FOLDERS[arm.factory]
-    initialize_megatron(tp=2)
-    sizes: dict[str, Any] = {"layers": 1, "gated": True, "position_embedding": "rope"}
-    chunk = wrapped_for(arm.storage, tiny_gpt(dtype=torch.bfloat16, **sizes))
-    fields = {"lr": 0.01, "bf16": True, "params_dtype": torch.bfloat16}
+    chunk, fields = built(arm)
     optimizer, build = traced(folder, lambda: arm.optimizer_of(chunk, **fields))
     step: Calls = {}
     for _ in range(STEPS):
         optimizer.zero_grad()
-        for param in chunk.parameters():
-            param.main_grad.normal_()
-        chunk.start_grad_sync()
-        chunk.finish_grad_sync()
+        set_gradients(chunk)
         _, step = traced(folder, optimizer.step)
     if arm.factory != OURS:
         return build, step, {}
@@ -111,7 +166,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--list", action="store_true", help="print the functions of ours")
-    lists = parser.parse_args().list
+    parser.add_argument("--momentum", action="store_true", help="print who holds muon_momentum")
+    given = parser.parse_args()
+    if given.momentum:
+        names = run_ranks(4, of_momentum, cpu=True, timeout=600)[0]
+        print(*names, f"{len(names)} functions", sep="\n")
+        return
     rows = []
     for number, arm in enumerate(ARMS):
         with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +183,7 @@ def main() -> None:
             depths, counts = zip(*calls.values(), strict=True)
             figures = (len(calls), len(files), sum(counts), max(depths) + 1)
             rows.append([what, arm.name, *map(str, figures)])
-            for (file, line, name), (depth, count) in calls.items() if lists else ():
+            for (file, line, name), (depth, count) in calls.items() if given.list else ():
                 if arm.factory == OURS:
                     print(f"{'  ' * depth}{name}  {file}:{line}  x{count}")
     print(table("what | optimizer | functions: | files: | calls: | depth:", rows))

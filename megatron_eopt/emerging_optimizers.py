@@ -13,7 +13,7 @@ from megatron_eopt.config.arguments import (
     entry_kwargs,
     qkv_split_shapes,
 )
-from megatron_eopt.config.checks import check_arguments, check_iteration
+from megatron_eopt.config.checks import check_arguments
 from megatron_eopt.config.fields import kwargs_from_config, set_arguments
 from megatron_eopt.config.registry import EmergingOptimizerEntry, register_optimizer
 from megatron_eopt.math import coefficient_names
@@ -82,8 +82,7 @@ def _create_emerging_optimizer(
     )
     # nobody has resolved this configuration, and checked its values
     fields = {argument: field for argument, (field, _) in found.items()}
-    check_arguments(eopt_name, kwargs, fields)
-    check_iteration(eopt_name, kwargs, fields)
+    check_arguments(eopt_name, {n: (fields.get(n, n), value) for n, value in kwargs.items()})
     return constructed(eopt_name, config, kwargs, param_groups), entry.init_state_fn
 
 

@@ -146,7 +146,8 @@ def check_number(
         ("at most", at_most, le),
     )
     bounds = [(word, bound, holds) for word, bound, holds in named if bound is not None]
-    if not (math.isfinite(value) and all(holds(value, bound) for _, bound, holds in bounds)):
+    fits = [holds(value, bound) for _, bound, holds in bounds]
+    if not (math.isfinite(value) and all(fits)):
         words = " and ".join(f"{word} {bound:g}" for word, bound, _ in bounds)
         rule = f"must be a finite number {words}".rstrip()
         raise ConfigurationError(argument, value, rule, "Choose a value within these bounds")

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_eopt.base.errors import ConfigurationError, naming
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
-from megatron_eopt.config.checks import check_arguments, check_iteration
+from megatron_eopt.config.checks import check_arguments
 from megatron_eopt.config.config import complete
 from megatron_eopt.config.fields import constructor_parameters, set_arguments
 from megatron_eopt.config.registry import arguments_cls_of, entry_of, prefixes_of
@@ -68,10 +68,10 @@ def constructed(
     found = set_arguments(cls, prefixes, config)
     fields = {argument: field for argument, (field, _) in found.items() if argument not in own}
     # the values of fields were checked when the configuration was resolved
-    others = {n: v for n, v in given.items() if n not in found or repr(found[n][1]) != repr(v)}
-    if others:
-        check_arguments(name, others, fields)
-        check_iteration(name, given, fields)
+    checked = {n for n, its in found.items() if n in given and repr(its[1]) == repr(given[n])}
+    if given.keys() - checked:
+        all_given = {n: (fields.get(n, n), value) for n, value in given.items()}
+        check_arguments(name, all_given, checked)
     with naming(fields):
         return cls(groups, **given)
 

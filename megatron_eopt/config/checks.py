@@ -136,6 +136,8 @@ def check_values(config: Any, optimizers: Collection[str]) -> None:
     """Raise an error if a field that applies to these optimizers has an unsupported value."""
     prefixes = {prefix for name in optimizers for prefix in prefixes_of(name)}
     for name in kinds_of(type(config)):
+        if name not in CHOICES and name not in BOUNDS:
+            continue
         # the value of a setting that no optimizer reads may be anything
         owners = {prefix for prefix in _OPTIMIZER_PREFIXES if name.startswith(f"{prefix}_")}
         in_use = not owners or not owners.isdisjoint(prefixes)
@@ -145,7 +147,7 @@ def check_values(config: Any, optimizers: Collection[str]) -> None:
         if name in CHOICES:
             check_choice(name, value, CHOICES[name])
         # infinity is the default, which turns it off; other numbers must be finite
-        elif name in BOUNDS and (name != "grad_norm_skip_threshold" or value != math.inf):
+        elif name != "grad_norm_skip_threshold" or value != math.inf:
             check_number(name, value, **BOUNDS[name])
     if config.fp16 and config.bf16:
         rule = "cannot be combined with bf16=True"
@@ -160,11 +162,7 @@ def check_values(config: Any, optimizers: Collection[str]) -> None:
                 get_backend(config.muon_backend)
     for optimizer in set(optimizers) - set(STANDARD_OPTIMIZERS):
         cls = arguments_cls_of(optimizer)
-        found = set_arguments(cls, prefixes_of(optimizer), config)
-        arguments = {argument: value for argument, (_, value) in found.items()}
-        fields = {argument: field for argument, (field, _) in found.items()}
-        check_arguments(optimizer, arguments, fields)
-        check_iteration(optimizer, arguments, fields)
+        check_arguments(optimizer, set_arguments(cls, prefixes_of(optimizer), config))
 
 
 def _refuse_cautious_decay(config: Any, optimizers: Iterable[str]) -> None:
@@ -179,39 +177,38 @@ def _refuse_cautious_decay(config: Any, optimizers: Iterable[str]) -> None:
 
 
 def check_arguments(
-    optimizer: str, arguments: Mapping[str, Any], fields: Mapping[str, str]
+    optimizer: str, arguments: Mapping[str, tuple[str, Any]], checked: Collection[str] = ()
 ) -> None:
     """Raise a ConfigurationError if an optimizer's class cannot use the value of an argument.
 
     emerging-optimizers' classes know fewer values than our Muon, and would notice in a step.
-    ``fields`` are the fields that set arguments.
+    ``arguments`` have the field that sets each of them, and its value. Those that are ``checked``
+    are looked at together with others only.
     """
     cls = arguments_cls_of(optimizer)
     parameters = constructor_parameters(cls)
     # what a user's own class does with its numbers is not known
     is_known = any(base.__module__.startswith(_KNOWN) for base in cls.__mro__)
-    for name in (name for name in parameters if name in arguments):
-        field, value = fields.get(name, name), arguments[name]
-        kind = type_of(parameters[name].annotation)
+    for name, parameter in parameters.items():
+        if name not in arguments or name in checked:
+            continue
+        field, value = arguments[name]
+        kind = type_of(parameter.annotation)
         # a rate may be set before the first step
         if is_known and not (name == "lr" and value is None):
             _check_argument(field, read_value(field, value, kind), BOUNDS.get(name, {}))
         elif kind.choices and value is not None:
             check_choice(field, value, kind.choices)
-
-
-def check_iteration(
-    optimizer: str, arguments: Mapping[str, Any], fields: Mapping[str, str]
-) -> None:
-    """Raise a ConfigurationError if an optimizer's Newton-Schulz iteration would diverge."""
-    parameters = constructor_parameters(arguments_cls_of(optimizer))
-    given = {name: one.default for name, one in parameters.items()} | dict(arguments)
     # our Muon computes products that would diverge in float32 instead, and warns
-    if is_muon(optimizer) or not parameters.keys() >= _OF_ITERATION.keys():
-        return
-    coefficients, steps, precision = (given[name] for name in _OF_ITERATION)
-    names = {argument: fields.get(name, name) for name, argument in _OF_ITERATION.items()}
-    with naming(names):
+    if not is_muon(optimizer) and parameters.keys() >= _OF_ITERATION.keys():
+        defaults = {name: (name, parameters[name].default) for name in _OF_ITERATION}
+        _check_iteration(optimizer, {**defaults, **arguments})
+
+
+def _check_iteration(optimizer: str, arguments: Mapping[str, tuple[str, Any]]) -> None:
+    """Raise a ConfigurationError if an optimizer's Newton-Schulz iteration would diverge."""
+    coefficients, steps, precision = (arguments[name][1] for name in _OF_ITERATION)
+    with naming({argument: arguments[name][0] for name, argument in _OF_ITERATION.items()}):
         schedule = resolve_coefficients(coefficients, steps)
         if sound_precision(schedule, precision) != precision:
             rule = f"diverges with precision={precision!r}, which {optimizer} uses"
@@ -273,7 +270,7 @@ def check_alike(config: Any) -> None:
         # with them, ranks would round otherwise
         mine |= {name: find_spec(name) is not None for name in PACKAGES}
     of_ranks = gather_objects(mine)
-    for name in dict.fromkeys(name for its in of_ranks for name in its):
+    for name in sorted({name for its in of_ranks for name in its}):
         # as text, because nan does not equal itself, and 1 equals True
         values = {repr(its.get(name)) for its in of_ranks}
         if len(values) > 1:

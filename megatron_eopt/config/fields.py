@@ -130,8 +130,11 @@ def unconsumed(config: object, prefixes: Sequence[str], consumed: Iterable[str])
     """Return the fields with these prefixes that differ from their defaults and are unused."""
     consumed, in_use = set(consumed), tuple(f"{prefix}_" for prefix in prefixes)
     usual = default_values("megatron") | field_defaults(config)
-    changed = changed_fields(config, usual)
-    return [name for name in changed if name.startswith(in_use) and name not in consumed]
+    return [
+        name
+        for name in changed_fields(config, usual)
+        if name.startswith(in_use) and name not in consumed
+    ]
 
 
 def consumed_fields(optimizer_cls: type, prefixes: Sequence[str]) -> set[str]:

@@ -67,4 +67,5 @@ def without_retired(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: If a retired setting has another value than its old default.
     """
-    return {name: value for name, value in values.items() if not is_dropped(name, value)}
+    retired = {name for name in RETIRED if name in values and is_dropped(name, values[name])}
+    return {name: value for name, value in values.items() if name not in retired}

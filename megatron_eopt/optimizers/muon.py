@@ -73,7 +73,7 @@ class TensorParallelMuon(MuonSettings, OrthogonalizedOptimizer):
     _update_rules: Sequence[MuonRule] = ()
     _alone: dict[Tensor, MatrixExchange]
 
-    def _take_groups(self, params: Any, defaults: dict[str, Any]) -> None:
+    def _take_groups(self, params: Any) -> None:
         for name in _NOT_CALLED:
             if getattr(type(self), name) is not getattr(TensorParallelMuon, name):
                 rule = f"is overridden by {type(self).__name__}, but no step calls it"
@@ -83,7 +83,7 @@ class TensorParallelMuon(MuonSettings, OrthogonalizedOptimizer):
                 )
                 raise ConfigurationError(name, "overridden", rule, hint)
         # not super(), because other bases have other arguments
-        torch.optim.Optimizer.__init__(self, params, defaults)
+        torch.optim.Optimizer.__init__(self, params, self.defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:

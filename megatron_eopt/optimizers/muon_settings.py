@@ -154,13 +154,13 @@ class MuonSettings:
         self.nesterov, self.weight_decay_method = nesterov, method
         self.fp32_matmul_prec = fp32_matmul_prec
         # the update rule reads these from a parameter's group in each step
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        self._take_groups(params, defaults)
+        self.defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        self._take_groups(params)
 
-    def _take_groups(self, params: Any, defaults: dict[str, Any]) -> None:
-        """Set :attr:`param_groups`, and their ``defaults``."""
-        self.defaults, self.state = defaults, defaultdict(dict)
-        self.param_groups = [{**defaults, **group} for group in params]
+    def _take_groups(self, params: Any) -> None:
+        """Set :attr:`param_groups`, which have the :attr:`defaults`."""
+        self.state = defaultdict(dict)
+        self.param_groups = [{**self.defaults, **group} for group in params]
 
     @classmethod
     def steps_in_pieces(cls) -> bool:

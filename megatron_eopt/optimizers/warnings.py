@@ -30,8 +30,8 @@ def log_differences(
         arguments: The constructor arguments of each emerging optimizer.
         is_cut: Whether ranks may have parts of a matrix, without data parallelism.
     """
-    for name, own in arguments.items():
-        for sentence in _warnings(name, settings, own, is_cut):
+    for name in arguments:
+        for sentence in _warnings(name, settings, arguments[name], is_cut):
             if sentence not in _said:
                 _said.add(sentence)
                 warn(logger, sentence)
