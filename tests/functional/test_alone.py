@@ -31,11 +31,13 @@ def test_without_megatron_five_optimizers_train_save_and_load_on_another_number(
         kind, optimizer, weight, norm = line.split()
         norms[kind][f"{optimizer} {weight}"] = float(norm)
     resumed, expected = norms.values()
-    assert len(resumed) > 50
+    assert len(resumed) > 40
     assert resumed.keys() == expected.keys()
     for name, norm in expected.items():
-        # the bias of keys has no gradient but rounding, which Adam and SOAP divide by its own size
-        tolerance = 1e-3 if name.startswith("soap") else 1e-4
+        # a batch that is cut otherwise changes float32 rounding: 5e-8 at most in 12 batches. Where
+        # gradients have no rank, it picks the basis in which SOAP divides: 2e-4. Without its state,
+        # the bias of the norm changes by 5e-2 and more
+        tolerance = 1e-2 if name.startswith("soap") else 1e-6
         assert resumed[name] == pytest.approx(norm, rel=tolerance), name
 
 
