@@ -49,8 +49,10 @@ OUTSIDE = {
         " unit/scripts/test_quickstart.py",
     ),
     "trainers": (
-        "megatron_eopt/fsdp2 examples docs/how_to/other_trainers.md requirements.lock",
-        "functional/test_other_trainers.py unit/contracts/test_frameworks.py",
+        "megatron_eopt/fsdp2 megatron_eopt/hugging_face.py megatron_eopt/state examples"
+        " docs/how_to/other_trainers.md requirements.lock",
+        "functional/test_other_trainers.py functional/test_from_adamw.py"
+        " unit/contracts/test_frameworks.py",
     ),
     "wheel": ("pyproject.toml requirements.lock scripts", "functional/test_wheel.py"),
 }

@@ -41,10 +41,6 @@ def test_without_megatron_five_optimizers_train_save_and_load_on_another_number(
         assert resumed[name] == pytest.approx(norm, rel=tolerance), name
 
 
-def test_without_megatron_the_trainer_of_hugging_face_trains(tmp_path):
-    run(HERE / "trainer_alone.py", tmp_path)
-
-
 @pytest.fixture
 def core(tmp_path) -> Path:
     """A copy of the package without outside rooms; the CPU back end is a package of its own."""

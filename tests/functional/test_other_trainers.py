@@ -17,6 +17,7 @@ from torch import nn
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from tests.functional.doc_commands import ROOT, blocks
+from tests.functional.test_alone import HERE, run
 from tests.harness import run_ranks
 from tests.unit.fsdp2.model import config, eager
 
@@ -280,3 +281,7 @@ def test_gate_and_up_of_transformers_step_as_separate_matrices(split):
     build_optimizer(apart, config()).step()
     for ours, theirs in zip((m for i in fused.items() for m in parts(*i)), apart, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_the_trainer_of_hugging_face_needs_no_megatron(tmp_path):
+    run(HERE / "trainer_alone.py", tmp_path)

@@ -7,7 +7,7 @@ from torch import nn
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.math.passes import adam_
-from tests.unit.fsdp2.model import config
+from tests.unit.fsdp2.model import config, eager
 
 OPTIMIZERS = ("muon", "adaptive_muon", "soap", "lion", "adam", "sgd")
 
@@ -25,6 +25,7 @@ def step(model, optimizer):
 
 @pytest.mark.parametrize("rows", [17, 32, 1024, 8])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@eager
 def test_a_table_of_another_size_is_named(name, rows):
     model = model_of()
     optimizer = build_optimizer(model, config(name))

@@ -109,7 +109,8 @@ PRODUCTS = {
     "stored without a mask": Fault(
         "tl.store(place, value, mask=inside)", "tl.store(place, value)", first=8
     ),
-    "the wrong stride": Fault("rights += ahead * right_row", "rights += ahead * right_column"),
+    # not another stride, which would read far beyond the tensor
+    "one row in place of a block": Fault("rights += ahead * right_row", "rights += right_row"),
     "every other block of the inner dimension": Fault(
         "range(0, k, depth)", "range(0, k, 2 * depth)"
     ),
