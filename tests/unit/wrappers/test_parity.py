@@ -3,11 +3,14 @@
 from typing import Any
 
 import pytest
+from megatron.core.optimizer import OptimizerConfig
 
 from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import tiny_gpt, wrap_ddp
 from tests.harness.tiers import mostly_long
 from tests.unit.storage.runs import SHARDED
-from tests.unit.wrappers.factories import both
+from tests.unit.wrappers.factories import FACTORIES, both
 
 ROPE = {"position_embedding": "rope"}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -71,3 +74,22 @@ def test_losses_equal_stocks(name):
     for result in run_ranks(2, both, 20, case, timeout=120):
         assert result["ours"] == pytest.approx(result["stock"], abs=tolerance)
         assert result["ours"][-1] < result["ours"][0]
+
+
+def tags(factory: str) -> dict[str, dict[str, Any]]:
+    """Return what a factory says of each parameter of a model with experts."""
+    initialize_megatron(ep=2)
+    chunk = wrap_ddp(tiny_gpt(position_embedding="rope", experts=4))
+    config = OptimizerConfig(optimizer="muon", lr=0.01)
+    FACTORIES[factory](config, [chunk], use_gloo_process_groups=False)
+    said = ("expert_tp", "is_qkv", "qkv_split_shapes")
+    return {
+        name: {key: value for key, value in vars(param).items() if key in said}
+        for name, param in chunk.named_parameters()
+    }
+
+
+def test_users_optimizers_find_what_stock_says_of_parameters():
+    (ours, _), (stock, _) = run_ranks(2, tags, "ours"), run_ranks(2, tags, "stock")
+    assert any(said.get("expert_tp") for said in stock.values())
+    assert ours == stock
