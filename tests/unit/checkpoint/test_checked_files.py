@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import distributed
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_eopt import checkpoints
 from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.guard.contents import CONFIG, METADATA, RANK_FILE, read_metadata
 from megatron_eopt.guard.files import (
@@ -134,13 +135,17 @@ def test_a_damaged_file_is_named(tmp_path, form, name, damage, said):
     refused.match(name)
 
 
-def test_a_changed_value_of_a_rank_is_found_only_if_every_byte_is_read(tmp_path):
+@pytest.mark.parametrize(("form", "name"), [("torch", RANK_FILES[1]), ("dcp", TENSORS)])
+def test_a_changed_value_is_found_only_if_every_byte_is_read(tmp_path, form, name):
     folder = tmp_path / "model"
-    write(folder, "torch")
-    at(6000)(folder / RANK_FILES[1])
-    check(folder)
-    with pytest.raises(CheckpointError, match=f"/{RANK_FILES[1]}.*wrong bytes"):
-        check(folder, every_byte=True)
+    write(folder, form)
+    for place in (6000, -6000):
+        at(place)(folder / name)
+        assert checkpoints.checked(folder) == folder
+        with pytest.raises(CheckpointError, match=f"/{name}.*wrong bytes"):
+            checkpoints.checked(folder, every_byte=True)
+        at(place)(folder / name)
+    assert checkpoints.checked(folder, every_byte=True) == folder
 
 
 def test_old_files_of_torch_have_no_checksums(tmp_path):

@@ -56,43 +56,6 @@ def test_all_slices_count(tmp_path):
     assert len({of(values) for values in different}) == len(different)
 
 
-def test_a_changed_value_is_found_if_every_byte_is_read(tmp_path):
-    folder, tensors = tmp_path / "model", {"a": torch.ones(9000), "b": torch.ones(9000)}
-    with checkpoints.replacing(folder) as path:
-        dcp.save(tensors, checkpoint_id=path, no_dist=True)
-    (file,) = folder.glob("*.distcp")
-    content = bytearray(file.read_bytes())
-    for place in (20_000, 60_000):
-        content[place] ^= 1
-        file.write_bytes(content)
-        assert checkpoints.checked(folder) == folder
-        with pytest.raises(CheckpointError, match=file.name):
-            checkpoints.checked(folder, every_byte=True)
-        content[place] ^= 1
-    file.write_bytes(content)
-    assert checkpoints.checked(folder, every_byte=True) == folder
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_some_files_of_another_save_are_refused_and_all_are_a_later_save(tmp_path, caplog, count):
-    first, second = folders = tmp_path / "first", tmp_path / "second"
-    for number, folder in enumerate(folders):
-        values = {f"weight{n}": torch.full((300,), float(number)) for n in range(3)}
-        with checkpoints.replacing(folder) as path:
-            writer = dcp.FileSystemWriter(path, thread_count=3)
-            dcp.save(values, storage_writer=writer, no_dist=True)
-    names = sorted(path.name for path in first.iterdir() if path.name != LIST)
-    assert len(names) == 4
-    for name in names[:count]:
-        shutil.copy(second / name, first)
-    if count < len(names):
-        with pytest.raises(CheckpointError, match="is not the file"):
-            checkpoints.checked(first)
-    else:
-        assert checkpoints.checked(first) == first
-        assert "all files are of a later save" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("listed", "found", "foreign"),
     [
