@@ -29,14 +29,14 @@ class KilledError(BaseException):
 
 
 @contextmanager
-def killed_after(count: int) -> Iterator[None]:
-    """Let the process end before the operation on files with this number, from 0 on."""
+def calling_at(count: int, call: Callable[[], None]) -> Iterator[None]:
+    """Call something before the operation on files with this number, from 0 on."""
     left = itertools.count(count, -1)
 
     def counted(operation: Callable[..., object]) -> Callable[..., object]:
         def run(*args: object, **kwargs: object) -> object:
             if next(left) == 0:
-                raise KilledError
+                call()
             return operation(*args, **kwargs)
 
         return run
@@ -49,13 +49,24 @@ def killed_after(count: int) -> Iterator[None]:
         mock.patch.object(shutil, "rmtree", counted(_remove_a_part_first(counted))),
         mock.patch.object(os, "link", counted(os.link)),
     ):
-        try:
+        yield
+
+
+@contextmanager
+def killed_after(count: int) -> Iterator[None]:
+    """Let the process end before the operation on files with this number."""
+
+    def die() -> None:
+        raise KilledError
+
+    try:
+        with calling_at(count, die):
             yield
-        except KilledError:
-            # the system does this when the process has ended
-            while saves._locks:
-                os.close(saves._locks.popitem()[1])
-            raise
+    except KilledError:
+        # the system does this when the process has ended
+        while saves._locks:
+            os.close(saves._locks.popitem()[1])
+        raise
 
 
 def _empty_it_first(counted: Callable[..., Callable[..., object]]) -> Callable[..., object]:
@@ -104,16 +115,20 @@ def save(folder: Path, content: int, files: int = 1) -> None:
     unfinished.finish()
 
 
+def read(folder: Path) -> int:
+    values = {"weight0": torch.zeros(300)}
+    dcp.load(values, checkpoint_id=folder, no_dist=True)
+    (content,) = set(values["weight0"].tolist())
+    return int(content)
+
+
 def loaded(folder: Path) -> int | None:
     """Return the content that a run would load; fails if it is not complete."""
     found = whole(folder)
     if not found.exists():
         return None
     check(found)
-    values = {"weight0": torch.zeros(300)}
-    dcp.load(values, checkpoint_id=found, no_dist=True)
-    (content,) = set(values["weight0"].tolist())
-    return int(content)
+    return read(found)
 
 
 @pytest.mark.parametrize("before", [(), (OLD,), (OLDER, OLD)], ids=len)
@@ -235,19 +250,15 @@ def unrelated(folder: Path) -> None:
     raise ValueError("of the loop")
 
 
-def save_by(write_some: Callable[[Path], None], folder: Path) -> None:
-    with replacing(folder) as path:
-        write_some(path)
-
-
 def test_a_save_that_is_not_done_is_not_put_in_place(tmp_path):
     """As with torch's ``async_save``, whose result nobody waited for."""
     folder = tmp_path / "run"
     with replacing(folder) as path:
         write(path, OLD)
     for write_some, error in ((half, CheckpointError), (unrelated, ValueError)):
-        with pytest.raises(error, match=r"is no complete checkpoint|of the loop"):
-            save_by(write_some, folder)
+        words = r"is no complete checkpoint|of the loop"
+        with pytest.raises(error, match=words), replacing(folder) as path:
+            write_some(path)
     assert loaded(folder) == OLD
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
