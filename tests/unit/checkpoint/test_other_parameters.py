@@ -31,8 +31,8 @@ def mark_of(name: str) -> float:
     return 1 + zlib.crc32(name.encode()) % 1000
 
 
-def model_of(names: tuple[str, ...], sizes: dict[str, int]) -> nn.ModuleDict:
-    return nn.ModuleDict({name: nn.Linear(4, sizes.get(name, 4), bias=False) for name in names})
+def model_of(names: tuple[str, ...]) -> nn.ModuleDict:
+    return nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in names})
 
 
 def optimizer_of(model: nn.Module, optimizer: str, slow: frozenset[str]) -> Any:
@@ -69,52 +69,37 @@ slow_ones = st.frozensets(st.sampled_from(NAMES), max_size=2)
     slow_ones,
     slow_ones,
     st.sampled_from(["muon", "lion"]),
+    st.sampled_from(NAMES),
+    st.sampled_from([1, -1]),
 )
-def test_own_loop(orders, kept, slow_before, slow_after, optimizer):
+def test_own_loop(orders, kept, slow_before, slow_after, optimizer, removed, order_of_groups):
     order, saved_names = orders
     before = tuple(name for name in order if name in saved_names)
-    saved = marked(optimizer_of(model_of(before, {}), optimizer, slow_before & {*before}))
-    after = optimizer_of(model_of(kept, {}), optimizer, slow_after & {*kept})
-    if not {*kept} & {*before}:
+    saved = marked(optimizer_of(model_of(before), optimizer, slow_before & {*before}))
+    after = optimizer_of(model_of(kept), optimizer, slow_after & {*kept})
+    left = {f"{name}.weight" for name in kept if name != removed}
+    for group in after.param_groups:
+        its = [param for param in group["params"] if after.names[param] in left]
+        group["params"][:] = its[::order_of_groups]
+    known = left & {f"{name}.weight" for name in before}
+    if left and not known:
         with pytest.raises(ConfigurationError, match="state of none of this run's parameters"):
             after.load_state_dict(saved)
         return
     after.load_state_dict(saved)
     for name, found in marks(after).items():
-        known = name.removesuffix(".weight") in before
-        assert found == ({mark_of(name)} if known else {0.0}), name
+        assert found == ({mark_of(name)} if name in known else {0.0}), name
     for group in after.param_groups:
         assert group["lr_mult"] in (0.5, 1.0)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.dictionaries(st.sampled_from(NAMES), st.integers(2, 7), min_size=1))
-def test_another_shape_is_refused_before_any_change(sizes):
-    saved = marked(optimizer_of(model_of(NAMES, sizes), "adam", frozenset()))
-    after = optimizer_of(model_of(NAMES, {}), "adam", frozenset())
-    if all(size == 4 for size in sizes.values()):
-        after.load_state_dict(saved)
-        return
-    with pytest.raises(ConfigurationError, match="must have shape") as error:
-        after.load_state_dict(saved)
-    assert any(f"{name}.weight" in str(error.value) for name, size in sizes.items() if size != 4)
-    assert {value for found in marks(after).values() for value in found} == {0.0}
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_another_number_of_parameters_without_names_is_refused(count):
-    saved = optimizer_of(model_of(NAMES[:3], {}), "adam", frozenset()).state_dict()
+    saved = optimizer_of(model_of(NAMES[:3]), "adam", frozenset()).state_dict()
     del saved["param_names"]
-    after = optimizer_of(model_of(NAMES[:count], {}), "adam", frozenset())
+    after = optimizer_of(model_of(NAMES[:count]), "adam", frozenset())
     with pytest.raises(ConfigurationError, match="a group has 3 parameters"):
         after.load_state_dict(saved)
-
-
-@pytest.mark.parametrize("broken", [None, {}, [], {"state": {}}, {"param_groups": []}, 7])
-def test_what_is_no_state_dict_is_refused(broken):
-    after = optimizer_of(model_of(NAMES, {}), "muon", frozenset())
-    with pytest.raises(ConfigurationError, match="state_dict"):
-        after.load_state_dict(broken)
 
 
 SMALL = {"layers": 3, "hidden": 32, "gated": True, "query_groups": 2, "dtype": torch.bfloat16}
@@ -171,9 +156,9 @@ def test_another_layer_is_frozen_in_the_trainers_formats(tmp_path: Path, name, s
 
 
 def test_a_missing_count_of_steps_is_named():
-    optimizer = optimizer_of(model_of(NAMES[:2], {}), "adam", frozenset())
+    optimizer = optimizer_of(model_of(NAMES[:2]), "adam", frozenset())
     saved = copy.deepcopy(optimizer.state_dict())
     del next(iter(saved["state"].values()))["step"]
-    after = optimizer_of(model_of(NAMES[:2], {}), "adam", frozenset())
+    after = optimizer_of(model_of(NAMES[:2]), "adam", frozenset())
     with pytest.raises(ConfigurationError, match=r"a\.weight: no step.* must have all state"):
         after.load_state_dict(saved)
