@@ -237,6 +237,9 @@ def values() -> Iterator[tuple[str, str, Any]]:
     yield "muon", "muon_backend", "other"
     yield "adaptive_muon", "adaptive_muon_moment2_method", "other"
     yield "muon", "fp16", True
+    yield "muon", "muon_momentum", math.nan
+    yield "muon", "muon_extra_scale_factor", math.inf
+    yield "muon", "optimizer", "muonn"
 
 
 @pytest.mark.parametrize(("optimizer", "name", "value"), values())
