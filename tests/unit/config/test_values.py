@@ -25,24 +25,9 @@ from megatron_eopt.wrappers.config_file import ALLOWED, load_optimizer_config, r
 from tests.unit.arguments.test_arguments import parse
 
 FIELDS = field_types(EmergingOptimizerConfig)
+TEXTS = ("false", "yes", "0.5", "3", "muon", "fp32")
 VALUES: list[Any] = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        3,
-        2.0,
-        2.5,
-        float("inf"),
-        "false",
-        "yes",
-        "0.5",
-        "3",
-        "muon",
-        "fp32",
-    ),
+    *(None, True, False, 0, 1, 3, 2.0, 2.5, float("inf"), *TEXTS),
     *([], ["a", "b"], ["a", 1], {"a": 1}),
 ]
 """What YAML can write, too."""
@@ -53,11 +38,11 @@ MEANINGS: dict[Any, list[tuple[Any, Any]]] = {
     bool: [(True, True), (False, False), (0, False), (1, True)],
     int: [(0, 0), (1, 1), (3, 3), (2.0, 2)],
     float: [*((n, n) for n in (0, 1, 3, 2.0, 2.5)), (float("inf"), float("inf"))],
-    str: [(text, text) for text in ("false", "yes", "0.5", "3", "muon", "fp32")],
+    str: [(text, text) for text in TEXTS],
     torch.dtype: [("fp32", torch.float32)],
-    CoefficientsLike: [(text, text) for text in ("false", "yes", "0.5", "3", "muon", "fp32")],
+    CoefficientsLike: [(text, text) for text in TEXTS],
     tuple[str, ...]: [
-        *((text, (text,)) for text in ("false", "yes", "0.5", "3", "muon", "fp32")),
+        *((text, (text,)) for text in TEXTS),
         ([], ()),
         (["a", "b"], ("a", "b")),
     ],

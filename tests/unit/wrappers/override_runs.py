@@ -65,16 +65,8 @@ ARGUMENTS: dict[str, Any] = {
 """A value for each constructor argument that is not the configuration's."""
 
 REFUSED = {
-    *(
-        "split_qkv",
-        "is_qkv_fn",
-        "qkv_split_shapes",
-        "splits",
-        "tp_mode",
-        "batched",
-        "matrix_buffer_mb",
-    ),
-    *("pg_collection", "stream_list", "foreach", "fused", "capturable", "differentiable"),
+    *("split_qkv", "is_qkv_fn", "qkv_split_shapes", "splits", "tp_mode", "batched", "stream_list"),
+    *("matrix_buffer_mb", "pg_collection", "foreach", "fused", "capturable", "differentiable"),
     *("params", "is_expert_parallel", "default_config", "is_decoupled_lr", "foo", "momentun"),
 }
 UNSEEN = {
