@@ -9,7 +9,6 @@ import pytest
 import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.muon import get_megatron_muon_optimizer
@@ -17,6 +16,7 @@ from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
+from tests.unit.contracts.callers import scheduler_of
 
 GROUP_KEYS = {
     "params", "is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr",
@@ -52,16 +52,12 @@ def _as_the_trainer() -> None:
         use_gloo_process_groups=True,
         dump_param_to_param_group_map=None,
     )
-    scheduler = OptimizerParamScheduler(
-        optimizer, 0.0, 0.01, 0.001, 2, 10, "cosine", 0.1, 0.1, 10, "constant"
-    )
-    scheduler.step(1)
+    scheduler_of(optimizer).step(1)
     for group in optimizer.param_groups:
         assert set(group) >= GROUP_KEYS
         assert group["lr"] == 0.005
         assert group["weight_decay"] == pytest.approx(0.1 * group["wd_mult"])
-    wd_mults = {group["wd_mult"] for group in optimizer.param_groups}
-    assert wd_mults == {0.0, 1.0}
+    assert {group["wd_mult"] for group in optimizer.param_groups} == {0.0, 1.0}
     learns(chunk, optimizer)
 
 

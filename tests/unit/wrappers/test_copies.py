@@ -25,9 +25,8 @@ def refuse_all(optimizer) -> None:
 
 
 def test_own_loop():
-    optimizer = build_optimizer(nn.Linear(4, 4), EmergingOptimizerConfig(optimizer="muon", lr=0.1))
-    refuse_all(optimizer)
-    refuse_all({"optimizer": optimizer}["optimizer"])
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.1)
+    refuse_all(build_optimizer(nn.Linear(4, 4), config))
 
 
 def chains() -> None:
