@@ -1,72 +1,52 @@
 """Parameters with arguments of their own keep their state, and overlap like all others."""
 
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import ParamKey
-from torch import distributed
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
 from tests.harness import run_ranks
-from tests.unit.storage.full_state import Case, unwrapped
-from tests.unit.storage.runs import OVERLAP, PLAIN, SHARDED, inject, make_chunk
+from tests.harness.models import assert_same, copies_of
+from tests.unit.storage.full_state import Case, resume, steps, write
+from tests.unit.storage.runs import OVERLAP, PLAIN, SHARDED, make_chunk
 
 OWN: dict[str, Any] = {"nesterov": True, "num_ns_steps": 2}
-FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
-def build(ddp: dict[str, Any], own: dict[str, Any], **fields: Any) -> tuple[Any, Any, Any]:
-    run = Case("muon", ddp=ddp).run
-    chunk = make_chunk(run)
-    config = EmergingOptimizerConfig(
-        optimizer="muon",
-        lr=0.01,
-        use_distributed_optimizer=ddp["use_distributed_optimizer"],
-        **fields,
-    )
-    return run, chunk, get_megatron_optimizer(config, [chunk], {ParamKey(name="*proj.weight"): own})
+def build(case: Case, _: Any = None, **own: Any) -> tuple[Any, Any]:
+    """Return a model and its optimizer, in which some matrices have arguments of their own."""
+    chunk = make_chunk(case.run)
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, **case.config)
+    overrides = {ParamKey(name="*proj.weight"): OWN | own}
+    return chunk, get_megatron_optimizer(config, [chunk], overrides)
 
 
-def weights_after(run: Any, chunk: Any, optimizer: Any, steps: range) -> list[torch.Tensor]:
-    for step in steps:
-        optimizer.zero_grad()
-        inject(run, chunk, step)
-        optimizer.step()
-    return [param.detach().clone() for param in chunk.parameters()]
+def resumed(storage: dict[str, Any], folder: str) -> None:
+    """Compare a resumed run with an uninterrupted one."""
+    case, make = Case(ddp=storage, config=storage), partial(build, momentum_dtype="int8")
+    chunk, optimizer = make(case)
+    steps(case, chunk, optimizer, 0, 2)
+    write(case, chunk, optimizer, folder)
+    steps(case, chunk, optimizer, 2, 4)
+    other, its = resume(case, folder, dist_checkpointing.load, make=make)
+    steps(case, other, its, 2, 4)
+    assert_same(copies_of(other), copies_of(chunk))
 
 
-def resumed(ddp: dict[str, Any], folder: str) -> bool:
-    """Return whether a resumed run has the weights of an uninterrupted one."""
-    own = OWN | {"momentum_dtype": "int8"}
-    run, chunk, optimizer = build(ddp, own)
-    weights_after(run, chunk, optimizer, range(2))
-    model = unwrapped(chunk).sharded_state_dict()
-    state = {"model": model, "optimizer": optimizer.sharded_state_dict(model, metadata=FORMAT)}
-    dist_checkpointing.save(state, folder)
-    expected = weights_after(run, chunk, optimizer, range(2, 4))
-    _, chunk, optimizer = build(ddp, own)
-    model = unwrapped(chunk).sharded_state_dict()
-    wanted = optimizer.sharded_state_dict(model, is_loading=True, metadata=FORMAT)
-    state = dist_checkpointing.load({"model": model, "optimizer": wanted}, folder)
-    unwrapped(chunk).load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    found = weights_after(run, chunk, optimizer, range(2, 4))
-    distributed.barrier()
-    return all(map(torch.equal, expected, found))
-
-
-@pytest.mark.parametrize("ddp", [PLAIN, SHARDED], ids=["replicated", "sharded"])
-def test_a_resumed_run_is_an_uninterrupted_one(ddp, tmp_path):
-    assert run_ranks(2, resumed, ddp, str(tmp_path)) == [True, True]
+@pytest.mark.parametrize("storage", [PLAIN, SHARDED], ids=["replicated", "sharded"])
+def test_a_resumed_run_is_an_uninterrupted_one(storage, tmp_path):
+    run_ranks(2, resumed, storage, str(tmp_path))
 
 
 def overlapped() -> str:
-    flags = {"overlap_param_gather": True, "muon_overlap_dp_comm": True}
-    build({**SHARDED, **OVERLAP}, OWN, **flags)
+    flags = {"use_distributed_optimizer": True, "muon_overlap_dp_comm": True}
+    case = Case(ddp=SHARDED | OVERLAP, config=flags | {"overlap_param_gather": True})
+    build(case)
     with pytest.raises(ConfigurationError) as caught:
-        build({**SHARDED, **OVERLAP}, {"momentum_dtype": "int8"}, **flags)
+        build(case, momentum_dtype="int8")
     return str(caught.value)
 
 
