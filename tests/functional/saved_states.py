@@ -29,6 +29,19 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     return found
 
 
+def by_kind(state: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    """Return an optimizer's tensors by kind and parameter; storages call main weights differently.
+
+    Of matrices that are parts of one parameter, one is returned.
+    """
+    split = {key: split_key(key) for key in state}
+    return {
+        (parts.kind.removeprefix("fp32_"), parts.name): state[key]
+        for key, parts in split.items()
+        if parts and parts.kind
+    }
+
+
 def objects_in(folder: Path) -> dict[str, Any]:
     """Return what optimizers save besides tensors: steps, and numbers of matrices."""
     metadata = FileSystemReader(folder).read_metadata()

@@ -19,11 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
-from megatron_eopt.checkpoint.keys import split_key
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.testing.scene import forget_megatron
+from tests.functional.saved_states import by_kind
 from tests.harness import run_ranks
 from tests.harness.log import listening
+from tests.harness.models import assert_same, copies_of
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import eager
 from tests.unit.storage.full_state import (
@@ -135,12 +136,7 @@ FORMS = [("state_dict", PLAIN), ("fully_reshardable", PLAIN), ("fully_reshardabl
 
 
 def mains_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    parts = {key: split_key(key) for key in state}
-    return {
-        said.name: state[key]
-        for key, said in parts.items()
-        if said and said.kind in ("param", "fp32_param")
-    }
+    return {name: value for (kind, name), value in by_kind(state).items() if kind == "param"}
 
 
 def through(
@@ -154,8 +150,7 @@ def through(
     forget_megatron()
     with listening() as lines:
         chunk, optimizer = resume_as(form, reader, Path(folder), weights)
-    model = {name: p.detach().clone() for name, p in unwrapped(chunk).named_parameters()}
-    return before, full_state(reader, chunk, optimizer), lines, model
+    return before, full_state(reader, chunk, optimizer), lines, copies_of(unwrapped(chunk))
 
 
 @pytest.mark.parametrize(
@@ -172,10 +167,8 @@ def test_main_weights_are_those_of_their_parameters_if_some_are_float32(
     """Of a group with both, only the 16-bit ones have main weights."""
     case = Case(optimizer, BF16, float32=float32, **REPLICATED)
     before, after, _, _ = run_ranks(1, through, "state_dict", case, case, str(tmp_path))[0]
-    before, after = mains_of(before), mains_of(after)
-    assert before
-    assert before.keys() == after.keys()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert mains_of(before)
+    assert_same(mains_of(after), mains_of(before))
 
 
 @pytest.mark.parametrize(("form", "storage"), FORMS, ids=["dict", "plain", "sharded"])
@@ -221,8 +214,7 @@ def test_names_that_look_like_numbers(through_torch):
         set_optimizer_state_dict(model, reader, saved)
     else:
         reader.load_state_dict(saved)
-    found = state_by_name(reader)
-    assert all(torch.equal(value, expected[key]) for key, value in found.items())
+    assert_same(state_by_name(reader), expected)
 
 
 @pytest.mark.parametrize("name", ["adam", "muon", "soap", "psgd_pro", "muon_hyperball"])

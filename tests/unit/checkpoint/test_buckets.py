@@ -14,9 +14,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_eopt import checkpoints
 from megatron_eopt.checkpoint.buckets import _starts
-from megatron_eopt.checkpoint.keys import split_key
 from megatron_eopt.testing.scene import forget_megatron
-from tests.functional.saved_states import tensors_in
+from tests.functional.saved_states import by_kind, tensors_in
 from tests.harness import run_ranks
 from tests.unit.storage.full_state import (
     Case,
@@ -24,6 +23,7 @@ from tests.unit.storage.full_state import (
     differences,
     full_state,
     load,
+    resume,
     sharded,
     steps,
     unwrapped,
@@ -58,19 +58,9 @@ def written(cases: list[Case], folder: str) -> list[dict[Any, torch.Tensor]]:
     return found
 
 
-def moments_in(folder: Path) -> dict[Any, torch.Tensor]:
-    """Return the moments of all parameters that a checkpoint by parameter has."""
-    return moments(tensors_in(folder))
-
-
 def moments(state: dict[str, Any]) -> dict[Any, torch.Tensor]:
-    """Return the moments of all parameters; storages call main weights differently."""
-    split = {key: split_key(key) for key in state}
-    found = {
-        (parts.kind, parts.name): state[key]
-        for key, parts in split.items()
-        if parts and parts.kind in ("exp_avg", "exp_avg_sq")
-    }
+    """Return the moments of all parameters."""
+    found = {key: v for key, v in by_kind(state).items() if key[0] in ("exp_avg", "exp_avg_sq")}
     assert found
     return found
 
@@ -130,26 +120,24 @@ def saved_as_asked(case: Case, folder: str) -> dict[Any, torch.Tensor]:
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 2)
     form = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
-    model = unwrapped(chunk).sharded_state_dict()
-    state = {
-        "model": model,
-        "optimizer": optimizer.sharded_state_dict(
-            unwrapped(chunk).sharded_state_dict(), metadata=form
-        ),
-    }
+    model, its = (unwrapped(chunk).sharded_state_dict() for _ in range(2))
+    state = {"model": model, "optimizer": optimizer.sharded_state_dict(its, metadata=form)}
+    # the optimizer has written there what it saves
     dist_checkpointing.save(state, folder, content_metadata=form)
-    return moments_in(Path(folder))
+    return moments(tensors_in(Path(folder)))
+
+
+def stepped(case: Case, _: None) -> tuple[Any, Any]:
+    """Over torch's Adam, megatron-core can load only after a step."""
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 1)
+    return chunk, optimizer
 
 
 def read_by_stock(case: Case, folder: str) -> dict[Any, torch.Tensor]:
     """Load as Megatron's trainer does, by what the checkpoint says, and save again."""
     said = dist_checkpointing.load_content_metadata(folder)
     case = replace(case, form=said["distrib_optim_sharding_type"])
-    chunk, optimizer = build(case)
-    # over torch's Adam, megatron-core can load only after a step
-    steps(case, chunk, optimizer, 0, 1)
-    loaded = dist_checkpointing.load(sharded(case, chunk, optimizer, is_loading=True), folder)
-    unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
     original: Any = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def counting(self: Any, param: Any, tensors: dict[str, Any]) -> None:
@@ -157,10 +145,10 @@ def read_by_stock(case: Case, folder: str) -> dict[Any, torch.Tensor]:
         original(self, param, {"step": torch.tensor(2.0), **tensors})
 
     with mock.patch.object(DistributedOptimizer, original.__name__, counting):
-        optimizer.load_state_dict(loaded["optimizer"])
+        chunk, optimizer = resume(case, folder, dist_checkpointing.load, make=stepped)
     again = Path(folder, "again")
     write(case, chunk, optimizer, again)
-    return moments_in(again)
+    return moments(tensors_in(again))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.training.training import wrap_model_chunks_with_ddp
 
-from megatron_eopt.checkpoint.keys import split_key
-from tests.functional.saved_states import tensors_in
+from tests.functional.saved_states import by_kind, tensors_in
 from tests.harness import run_ranks
 from tests.harness.models import copies_of
 from tests.harness.tiers import mostly_long
@@ -22,7 +21,6 @@ from tests.unit.storage.full_state import (
     optimizer_over,
     resume,
     save_one,
-    sharded,
     steps,
     unwrapped,
     write,
@@ -74,16 +72,6 @@ def go_on(case: Case, folder: str) -> tuple[dict[str, Any], dict[str, torch.Tens
     return loaded, copies_of(unwrapped(chunk))
 
 
-def by_name(tensors: dict[str, Any]) -> dict[tuple[str, str], torch.Tensor]:
-    """Return tensors of an optimizer by kind and parameter; main weights have two kinds."""
-    split = {key: split_key(key) for key in tensors}
-    return {
-        (parts.kind.removeprefix("fp32_"), parts.name): tensors[key]
-        for key, parts in split.items()
-        if parts and parts.kind
-    }
-
-
 @pytest.mark.parametrize(
     ("model", "ranks", "layout", "storage"),
     mostly_long(
@@ -100,7 +88,7 @@ def test_what_dist_muon_saves_is_resumed(tmp_path, model, ranks, layout, storage
     ours = replace(case, **STORAGES[storage])
     ours = replace(ours, config={**ours.config, **ALIKE})
     found = run_ranks(ranks, go_on, ours, str(tmp_path))
-    saved, loaded = by_name(tensors_in(Path(tmp_path))), by_name(found[0][0])
+    saved, loaded = by_kind(tensors_in(Path(tmp_path))), by_kind(found[0][0])
     named = {"param", "momentum_buffer"}
     if "bucket" not in layout:
         named |= {"exp_avg", "exp_avg_sq"}
@@ -112,22 +100,18 @@ def test_what_dist_muon_saves_is_resumed(tmp_path, model, ranks, layout, storage
             assert torch.allclose(mine[name].float(), weight.float(), atol=2e-3, rtol=8e-3), name
 
 
-def resume_in_stock(case: Case, folder: str) -> dict[str, torch.Tensor]:
-    chunk, optimizer = of_stock(case, padded=False)
-    for param in chunk.parameters():
-        param.data.zero_()
-    requested = sharded(case, chunk, optimizer, is_loading=True)
-    loaded = dist_checkpointing.load(requested, folder)
-    unwrapped(chunk).load_state_dict(loaded["model"], strict=False)
-    optimizer.load_state_dict(loaded["optimizer"])
-    write(case, chunk, optimizer, Path(folder, "again"))
-    return copies_of(unwrapped(chunk))
+def resume_in_stock(case: Case, folder: str) -> None:
+    def make(*_: Any) -> tuple[Any, Any]:
+        return of_stock(case, padded=False)
+
+    loaded = resume(case, folder, dist_checkpointing.load, make=make)
+    write(case, *loaded, Path(folder, "again"))
 
 
 def test_dist_muon_resumes_ours(tmp_path):
     ours = replace(MODELS["dense"], **REPLICATED)
     run_ranks(2, save_one, ours, str(tmp_path))
     run_ranks(2, resume_in_stock, MODELS["dense"], str(tmp_path))
-    mine, theirs = (by_name(tensors_in(place)) for place in (tmp_path, tmp_path / "again"))
+    mine, theirs = (by_kind(tensors_in(place)) for place in (tmp_path, tmp_path / "again"))
     assert theirs
     assert not [name for name in theirs if not torch.equal(mine[name], theirs[name])]

@@ -11,13 +11,14 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_eopt.checkpoint.keys import split_key, tensors
+from megatron_eopt.checkpoint.keys import tensors
 from megatron_eopt.routing.groups import GROUP_ID
 from megatron_eopt.state.groups import continue_groups, steps_of
 from megatron_eopt.testing.scene import forget_megatron
-from tests.functional.saved_states import differing, tensors_in
+from tests.functional.saved_states import by_kind, differing, tensors_in
 from tests.harness import run_ranks
 from tests.harness.log import listening
+from tests.harness.models import assert_same, copies_of
 from tests.unit.storage.full_state import (
     Case,
     build,
@@ -78,7 +79,7 @@ def test_all_ranks_compute_with_the_parameters_of_the_checkpoint(tmp_path):
         assert not other
 
 
-def outcome_of(case: Case, folder: str) -> tuple[str, str, float]:
+def outcome_of(case: Case, folder: Path) -> tuple[str, str, float]:
     """Load; return the error, what was logged, and the largest momentum."""
     with listening() as lines:
         try:
@@ -92,7 +93,7 @@ def outcome_of(case: Case, folder: str) -> tuple[str, str, float]:
 
 def outcome(world: int, case: Case, folder: Path) -> tuple[str, str, float]:
     """Return the error of loading, the same on all ranks, and rank 0's log and momentum."""
-    results = run_ranks(world, outcome_of, case, str(folder))
+    results = run_ranks(world, outcome_of, case, folder)
     assert len({error for error, _, _ in results}) == 1
     return results[0]
 
@@ -105,8 +106,7 @@ def test_state_without_a_step_is_loaded(tmp_path):
 
 def moments(state: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
     """Return the state of one kind by names of parameters."""
-    split = {key: split_key(key) for key in state}
-    return {parts.name: state[key] for key, parts in split.items() if parts and parts.kind == kind}
+    return {name: value for (its, name), value in by_kind(state).items() if its == kind}
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,7 @@ def test_places_in_a_chain_of_megatrons_do_not_matter(tmp_path):
     saved = run_ranks(2, save_by_place, stock, str(tmp_path))[0]
     found = run_ranks(2, resumed, ours, str(tmp_path))[0]
     for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
-        its = moments(found, kind)
-        assert its.keys() == moments(saved, kind).keys()
-        assert all(torch.equal(value, its[name]) for name, value in moments(saved, kind).items())
+        assert_same(moments(found, kind), moments(saved, kind))
     # no argument of the trainer tells Adam who wrote the momentum
     error, _, _ = outcome(2, replace(ours, optimizer="adam"), tmp_path)
     assert "settings ['momentum']" in error
@@ -188,24 +186,18 @@ def test_a_matrix_gets_no_state_of_another_one(tmp_path, optimizer, shared, befo
     assert "must have all state of the same optimizer" in error
 
 
-def alike(case: Case, folder: str) -> None:
-    """Compare this rank's weights after loading with the other's."""
-    chunk, _ = resume(case, folder)
-    mine = torch.cat([param.detach().view(-1) for param in chunk.parameters()])
-    both = [torch.empty_like(mine) for _ in range(2)]
-    torch.distributed.all_gather(both, mine)
-    assert torch.equal(*both)
-    assert mine.any()
+def weights_of_a_load(case: Case, folder: str) -> dict[str, torch.Tensor]:
+    return copies_of(resume(case, folder)[0])
 
 
-def test_main_weights_of_16_bits_are_those_of_all_ranks_in_float32(tmp_path):
-    run_ranks(2, save_one, Case("muon", BF16), str(tmp_path))
-    run_ranks(2, alike, Case("muon", {**BF16, "dtype": torch.float32}), str(tmp_path))
-
-
-def test_state_of_parameters_that_are_frozen_now_is_left_out(tmp_path):
-    run_ranks(2, save_one, Case("muon", BF16), str(tmp_path))
-    error, log, _ = outcome(2, replace(Case("muon", BF16), frozen="linear_fc1"), tmp_path)
+def test_float32_models_and_frozen_parameters_get_their_part_of_16_bits(tmp_path):
+    case = Case("muon", BF16)
+    run_ranks(2, save_one, case, str(tmp_path))
+    in_float32 = replace(case, model={**BF16, "dtype": torch.float32})
+    first, second = run_ranks(2, weights_of_a_load, in_float32, str(tmp_path))
+    assert any(weight.any() for weight in first.values())
+    assert_same(second, first)
+    error, log, _ = outcome(2, replace(case, frozen="linear_fc1"), tmp_path)
     assert not error
     assert "linear_fc1.weight: is left out" in log
 
