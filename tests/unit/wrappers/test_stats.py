@@ -1,6 +1,7 @@
 """Statistics of watched steps are those of the whole weights, and cost nothing in other steps."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,14 +17,11 @@ from tests.unit.storage.runs import DENSE, MOE, REPLICATED, Run, inject
 MUON, ADAM = "TensorParallelMuon", "AdamW"
 LR = 0.01
 
-ONE_RANK = Case(model=DENSE, **REPLICATED)
-EXPERTS = Case(model=MOE, **REPLICATED)
 BARE = {"muon_split_qkv": False, "muon_split_gated": False}
 
 
 def watched(case: Case) -> dict[str, float]:
     """Return the statistics of a second step."""
-    case = with_config(case, weight_decay=0.0, muon_fp32_matmul_prec="highest")
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
     assert optimizer.stats() == {"optimizer/skipped-steps": 0}
@@ -41,7 +39,6 @@ def rms(tensors: list[torch.Tensor]) -> float:
 
 def reference(case: Case) -> dict[str, float]:
     """Return the same of one process, in float64 from weights before and after the step."""
-    case = with_config(case, weight_decay=0.0, muon_fp32_matmul_prec="highest")
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
     update_rule = optimizer.chained_optimizers[0].update_rules[0]
@@ -60,10 +57,12 @@ def reference(case: Case) -> dict[str, float]:
     }
 
 
-def with_config(case: Case, **config: Any) -> Case:
-    return Case(case.optimizer, case.model, case.parallel, case.ddp, case.config | config)
+def exact(case: Case, **config: Any) -> Case:
+    exact = {"weight_decay": 0.0, "muon_fp32_matmul_prec": "highest"}
+    return replace(case, config=case.config | exact | config)
 
 
+ONE_RANK, EXPERTS = (exact(Case(model=model, **REPLICATED)) for model in (DENSE, MOE))
 LAYOUTS = {
     "one rank": (1, ONE_RANK),
     "one rank, fragments": (1, Case(model=DENSE)),
@@ -80,31 +79,29 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def test_values_are_those_of_whole_weights_at_every_layout():
-    expected = reference_of(with_config(ONE_RANK, **BARE))
+def check(expected: dict[str, float], ranks: int, case: Case) -> dict[str, float]:
+    """Compare statistics with what they should be, and return them, the same of all ranks."""
+    found, *others = run_ranks(ranks, watched, case)
+    assert all(other == found for other in others), case
     assert len(expected) == 6
-    for name, (world, case) in LAYOUTS.items():
-        found = run_ranks(world, watched, with_config(case, **BARE))
-        assert all(other == found[0] for other in found), name
-        for what, value in expected.items():
-            assert found[0][what] == pytest.approx(value, rel=1e-4), (name, what)
-        assert (found[0][f"{MUON}/exchange-bytes"] > 0) == ("ranks, fragments" in name)
-        for what in ("exchange-seconds", "orthogonalization-seconds"):
-            assert 0 < found[0][f"{MUON}/{what}"] < 60
-
-
-def reference_of(case: Case) -> dict[str, float]:
-    found: dict[str, float] = run_ranks(1, reference, case)[0]
+    for what, value in expected.items():
+        assert found[what] == pytest.approx(value, rel=1e-4), (case, what)
     return found
 
 
+def test_values_are_those_of_whole_weights_at_every_layout():
+    (expected,) = run_ranks(1, reference, exact(ONE_RANK, **BARE))
+    for name, (ranks, case) in LAYOUTS.items():
+        found = check(expected, ranks, exact(case, **BARE))
+        assert (found[f"{MUON}/exchange-bytes"] > 0) == ("ranks, fragments" in name)
+        for what in ("exchange-seconds", "orthogonalization-seconds"):
+            assert 0 < found[f"{MUON}/{what}"] < 60
+
+
 def test_experts_and_pieces_of_fused_weights_are_counted_once():
-    for single, parallel in ((EXPERTS, {"ep": 2}), (ONE_RANK, {"tp": 2, "pp": 1})):
-        expected = reference_of(single)
-        found = run_ranks(2, watched, Case(model=single.model, parallel=parallel))[0]
-        assert len(expected) == 6
-        for what, value in expected.items():
-            assert found[what] == pytest.approx(value, rel=1e-4), what
+    for single, parallel in ((EXPERTS, {"ep": 2}), (ONE_RANK, {"tp": 2})):
+        (expected,) = run_ranks(1, reference, single)
+        check(expected, 2, exact(Case(model=single.model, parallel=parallel)))
 
 
 def weights_of_steps(case: Case, watching: bool) -> list[torch.Tensor]:
