@@ -137,14 +137,10 @@ def test_a_value_of_another_type_is_refused(optimizer: str) -> None:
         assert error.startswith(f"{name}"), (name, value, error)
 
 
-OF_HYPERBALL = {"muon_hyperball_coefficient_type": "custom"}
-
-
-@pytest.mark.parametrize(("name", "value"), OF_HYPERBALL.items())
-def test_an_error_says_what_the_class_knows(name: str, value: str) -> None:
-    error = outcome("muon_hyperball", {name: value})
+def test_an_error_says_what_the_class_knows() -> None:
+    error = outcome("muon_hyperball", {"muon_hyperball_coefficient_type": "custom"})
     for word in coefficient_names():
-        assert (word in error.partition(": ")[2]) == (word != value)
+        assert (word in error.partition(": ")[2]) == (word != "custom")
 
 
 def test_so_do_single_parameters_and_fields_that_only_other_optimizers_have() -> None:

@@ -7,7 +7,6 @@ and the ``optimizer`` section of a run_config.yaml, by megatron.training's conta
 import argparse
 import pickle
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,23 +120,16 @@ def the_bridge(name: str, value: Any, _: Path) -> None:
     instantiate(run_config(**{name: listed(value)}))
 
 
-WAYS: dict[str, Callable[[str, Any, Path], None]] = {
-    "the class": the_class,
-    "an attribute": an_attribute,
-    "a pickle": a_pickle,
-    "a file": a_file,
-    "arguments": arguments,
-    "the Bridge": the_bridge,
-}
+WAYS = (the_class, an_attribute, a_pickle, a_file, arguments, the_bridge)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", RETIRED)
 def test_an_old_default_is_left_out_and_another_value_refused(name, way, tmp_path):
     default, hint = RETIRED[name]
-    WAYS[way](name, default, tmp_path)
+    way(name, default, tmp_path)
     with pytest.raises((ConfigurationError, InstantiationException), match=re.escape(hint)):
-        WAYS[way](name, OTHERS[type(default)], tmp_path)
+        way(name, OTHERS[type(default)], tmp_path)
 
 
 @pytest.mark.parametrize("name", RETIRED)
