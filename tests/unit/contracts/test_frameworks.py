@@ -8,6 +8,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer
 
 from tests.harness import run_ranks
+from tests.harness.models import assert_same, copies_of
 from tests.unit.contracts.callers import (
     STORAGES,
     build,
@@ -48,16 +49,14 @@ def _megatrons_offload(optimizer: Any, chunk: Any) -> None:
 def _release_model_memory(optimizer: Any, chunk: Any) -> None:
     """As verl and slime: free the memory of DDP's buffers, keep the tensors."""
     for buffer in chunk.buffers:
-        if buffer.param_data is not None:
-            kept = buffer.param_data.clone()
-            size = buffer.param_data.untyped_storage().size()
-            buffer.param_data.untyped_storage().resize_(0)
-            buffer.param_data.untyped_storage().resize_(size)
-            buffer.param_data.copy_(kept)
-        size = buffer.grad_data.untyped_storage().size()
-        buffer.grad_data.untyped_storage().resize_(0)
-        buffer.grad_data.untyped_storage().resize_(size)
-        buffer.grad_data.zero_()
+        for data, is_kept in ((buffer.param_data, True), (buffer.grad_data, False)):
+            if data is not None:
+                kept = data.clone() if is_kept else torch.zeros_like(data)
+                memory = data.untyped_storage()
+                size = memory.size()
+                memory.resize_(0)
+                memory.resize_(size)
+                data.copy_(kept)
 
 
 def _look_first(optimizer: Any, chunk: Any) -> None:
@@ -199,10 +198,7 @@ def _reset(storage: str) -> None:
             group["lr"], group["weight_decay"] = 0.01, 0.0
         gradients(model, held, 1)
         held.step()
-    for (name, mine), theirs in zip(
-        chunk.named_parameters(), fresh_chunk.parameters(), strict=True
-    ):
-        assert torch.equal(mine, theirs), name
+    assert_same(copies_of(chunk), copies_of(fresh_chunk))
 
 
 IN_PLACE = ("replicated-muon", "distributed-adam", "layer-wise-muon")

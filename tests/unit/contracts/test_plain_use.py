@@ -199,15 +199,9 @@ def _parts(optimizer, sharded, half, ddp):
     if ddp.get("overlap_param_gather"):
         for model in (whole, chunk):
             model.start_param_sync(force_sync=True)
-            train_forward(model)
+            # the hooks of a forward pass gather
+            model(batch.tokens, batch.positions, None, labels=batch.labels)
     assert_same(copies_of(chunk), copies_of(whole))
-
-
-def train_forward(model):
-    """Let the hooks of a forward pass gather."""
-    batch = synthetic_batch(0)
-    with torch.no_grad():
-        model(batch.tokens, batch.positions, None, labels=batch.labels)
 
 
 USUAL = [("muon", False, False, {}), ("muon", True, True, {}), ("muon", True, False, OVERLAP)]

@@ -6,13 +6,13 @@ import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig, ParamKey, ParamPredicate
 from megatron.core.optimizer import emerging_optimizers as upstream
-from torch import distributed
 
 from megatron_eopt import ConfigurationError, TensorParallelMuon
 from megatron_eopt import emerging_optimizers as ours
 from megatron_eopt.extending import LayerWiseDistributedOptimizer, MuonRule
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 from tests.harness import run_ranks
+from tests.harness.models import assert_same, copies_of
 from tests.unit.storage import runs
 from tests.unit.storage.runs import Run, inject, make_chunk
 
@@ -154,8 +154,8 @@ def _without_chunks():
         chunk, _, _, chain = _wrapped(PLAIN, TensorParallelMuon, with_chunks=with_chunks)
         inject(PLAIN, chunk, 0)
         chain.step()
-        weights.append([param.detach().clone() for param in chunk.parameters()])
-    assert all(map(torch.equal, *weights))
+        weights.append(copies_of(chunk))
+    assert_same(*weights)
 
 
 def test_parameters_alone_step_as_those_of_known_chunks():
@@ -170,12 +170,9 @@ def _members_alone(prepared):
         chain.prepare_grads()
     for member in chain.chained_optimizers:
         member.step_with_ready_grads() if prepared else member.step()
-    mine = torch.cat([param.detach().view(-1) for param in chunk.parameters()])
-    all_of_them = [torch.empty_like(mine) for _ in range(2)]
-    distributed.all_gather(all_of_them, mine)
-    assert torch.equal(*all_of_them)
+    return copies_of(chunk)
 
 
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_member_that_steps_alone_brings_its_weights_to_all_ranks(prepared):
-    run_ranks(2, _members_alone, prepared)
+    assert_same(*run_ranks(2, _members_alone, prepared))

@@ -122,16 +122,16 @@ def refused(rank_of_place, build):
     return str(caught.value)
 
 
-def for_rule(rule):
-    def build(config, model):
-        get_megatron_optimizer(config, [model])
+def by_factory(config, model):
+    get_megatron_optimizer(config, [model])
 
-    return refused(PLACES[rule], build)
+
+def for_rule(rule):
+    return refused(PLACES[rule], by_factory)
 
 
 @pytest.mark.parametrize("rule", PLACES)
 def test_parts_that_do_not_add_up_raise_on_all_ranks(rule):
-
     for said in run_ranks(2, for_rule, rule):
         assert re.search(rule, said), said
 
@@ -139,14 +139,12 @@ def test_parts_that_do_not_add_up_raise_on_all_ranks(rule):
 def elsewhere():
     """Return what our own storages say of a part."""
 
-    def place(rank):
-        return ((4 * rank, 0), (8, 6))
-
-    def by_factory(config, model):
+    def build(config, model):
         del model.is_in_parts
-        get_megatron_optimizer(config, [model])
+        by_factory(config, model)
 
-    return [refused(place, build) for build in (by_factory, lambda c, m: build_optimizer(m, c))]
+    ways = (build, lambda config, model: build_optimizer(model, config))
+    return [refused(lambda rank: ((4 * rank, 0), (8, 6)), way) for way in ways]
 
 
 def test_a_part_is_not_taken_for_a_whole_parameter():
