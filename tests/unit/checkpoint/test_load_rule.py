@@ -1,7 +1,6 @@
 """What a load does depends on who wrote the state, and never on the form of the checkpoint."""
 
 import copy
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -244,9 +243,6 @@ Those with a momentum as their only setting cannot be told apart, so the reader 
 
 WITH_MOMENTUM = {"mop", "muon", "muon_hyperball", "polargrad", "scion", "sinkhorn_muon", "spel"}
 OF_GROUPS = {"momentum": WITH_MOMENTUM, "soap or rekls": {"soap", "rekls"}}
-NO_NAMES = {"timm.optim.Lookahead", "torch.optim.LBFGS", "torch.optim.SparseAdam"}
-NO_NAMES |= {"emerging_optimizers.PSGDPro"}
-"""Classes whose state torch's functions cannot name."""
 
 
 def expected(writer: str, reader: str) -> str:
@@ -274,25 +270,12 @@ def values_of(state_dict: Any) -> dict[str, Any]:
     return {"/".join(path): value for path, value in leaves(state) if path[-1] != "step"}
 
 
-def through_json(state_dict: Any) -> Any:
+def as_in_json(value: Any) -> Any:
     """Return a state dict whose keys are words, as in JSON, with its tensors."""
-    numbered: dict[str, Any] = {}
-
-    def put(value: Any) -> str:
-        numbered[str(len(numbered))] = value
-        return f"tensor {len(numbered) - 1}"
-
-    text = json.dumps(state_dict, default=put)
-
-    def got(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: got(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [got(item) for item in value]
-        is_tensor = isinstance(value, str) and value.startswith("tensor ")
-        return numbered[value.partition(" ")[2]] if is_tensor else value
-
-    return got(json.loads(text))
+    if isinstance(value, dict):
+        assert all(isinstance(key, str | int) for key in value)
+        return {str(key): as_in_json(item) for key, item in value.items()}
+    return [*map(as_in_json, value)] if isinstance(value, list | tuple) else value
 
 
 def outcome_of(saved: Any, reader: str, form: str, folder: Path | None = None) -> str:
@@ -311,7 +294,7 @@ def outcome_of(saved: Any, reader: str, form: str, folder: Path | None = None) -
             if form == "by name":
                 set_optimizer_state_dict(model, optimizer, given)
             else:
-                optimizer.load_state_dict(through_json(given) if form == "JSON" else given)
+                optimizer.load_state_dict(as_in_json(given) if form == "JSON" else given)
         except ConfigurationError as refused:
             error = str(refused)
     if error:

@@ -82,11 +82,6 @@ UNSEEN = {
 """Settings that are used, but change next to nothing here."""
 
 
-def class_of(optimizer: str) -> type:
-    standard = {"adam": AdamW, "sgd": torch.optim.SGD}
-    return standard.get(optimizer) or entries()[optimizer].optimizer_cls
-
-
 class Case(NamedTuple):
     """One matrix: its optimizer and the setting, without one for a matrix to compare with."""
 
@@ -102,8 +97,10 @@ class Case(NamedTuple):
 def cases(*, scheduled: bool) -> list[Case]:
     """Return all settings of all optimizers; a last one without any shows that others rest."""
     found = []
+    standard = {"adam": AdamW, "sgd": torch.optim.SGD}
     for optimizer in optimizer_names():
-        taken = constructor_parameters(class_of(optimizer))
+        cls = standard.get(optimizer) or entries()[optimizer].optimizer_cls
+        taken = constructor_parameters(cls)
         values = RATES | (SCHEDULED if scheduled else {})
         values |= {name: ARGUMENTS[name] for name in taken if name in ARGUMENTS}
         found += [Case(optimizer, None)]

@@ -11,6 +11,7 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 
 from megatron_eopt import get_megatron_optimizer
+from megatron_eopt.config.settings import resolve
 from megatron_eopt.muon import get_megatron_muon_optimizer
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
@@ -29,9 +30,9 @@ def muon_config(**fields: Any) -> OptimizerConfig:
     return OptimizerConfig(**(defaults | fields))
 
 
-def model_on_one_rank(**kwargs: Any) -> Any:
+def model_on_one_rank() -> Any:
     initialize_megatron()
-    return wrap_ddp(tiny_gpt(layers=1, **kwargs))
+    return wrap_ddp(tiny_gpt(layers=1))
 
 
 def learns(chunk: Any, optimizer: Any) -> None:
@@ -132,8 +133,6 @@ def test_the_map_of_groups_is_written(tmp_path):
 
 
 def test_dist_names_are_deprecated():
-    from megatron_eopt.config.settings import resolve
-
     with pytest.warns(DeprecationWarning, match="use_distributed_optimizer=True"):
         meaning = resolve(muon_config(optimizer="dist_soap"))
     assert (meaning.optimizer, meaning.storage) == ("soap", "sharded")
