@@ -14,7 +14,7 @@ from tests.harness.models import assert_same, copies_of
 from tests.unit.storage import runs
 from tests.unit.storage.full_state import Case, steps
 from tests.unit.storage.runs import DENSE, MOE, Result, Run, deviation, inject, make_chunk
-from tests.unit.wrappers.factories import FACTORIES
+from tests.unit.wrappers.test_parity import FACTORIES
 
 BuildT = Callable[[list[Any], Any], Any]
 

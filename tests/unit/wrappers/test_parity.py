@@ -1,16 +1,60 @@
 """With megatron-core's own configuration class our factory trains as megatron-core's does."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+import megatron_eopt
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.harness.models import tiny_gpt, wrap_ddp
+from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
 from tests.harness.tiers import mostly_long
 from tests.unit.storage.runs import SHARDED
-from tests.unit.wrappers.factories import FACTORIES, both
+
+FACTORIES: dict[str, Callable[..., Any]] = {
+    "stock": megatron_optimizer.get_megatron_optimizer,
+    "ours": megatron_eopt.get_megatron_optimizer,
+}
+
+
+def losses(factory: str, steps: int, config: dict[str, Any], case: dict[str, Any]) -> list[float]:
+    """Train a tiny GPT; return the loss of every step."""
+    if not parallel_state.model_parallel_is_initialized():
+        initialize_megatron(**case.get("parallel", {}))
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    chunk = wrap_ddp(tiny_gpt(**case.get("model", {})), **case.get("ddp", {}))
+    fields = {
+        "muon_fp32_matmul_prec": "highest",
+        "lr": 0.01,
+        "min_lr": 0.001,
+        "weight_decay": 0.1,
+        "clip_grad": 1.0,
+    } | config
+    make = FACTORIES[factory]
+    optimizer = make(OptimizerConfig(**fields), [chunk], use_gloo_process_groups=False)
+    for group in optimizer.param_groups:
+        group["lr"] = group["max_lr"]
+    rank = parallel_state.get_data_parallel_rank()
+    batches = ([synthetic_batch(1000 * rank + step)] for step in range(steps))
+    found = [train_step([chunk], optimizer, batch) for batch in batches]
+    return [loss for loss in found if loss is not None]
+
+
+def both(steps: int, case: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the losses of both; ``stock_config`` is what megatron-core needs other values of."""
+    theirs = {**case["config"], **case.get("stock_config", {})}
+    return {
+        "stock": losses("stock", steps, theirs, case),
+        "ours": losses("ours", steps, case["config"], case),
+    }
+
 
 ROPE = {"position_embedding": "rope"}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -36,7 +80,7 @@ CASES = {
         "muon", MEDIUM | {"muon_extra_scale_factor": 0.2}, EXACT, model=ROPE
     ),
     "muon, bf16 weights": case(
-        "muon", MEDIUM | {"bf16": True}, EXACT, model={**ROPE, "dtype": "bfloat16"}
+        "muon", MEDIUM | {"bf16": True}, EXACT, model={**ROPE, "dtype": torch.bfloat16}
     ),
     "muon, two tensor-parallel ranks, the cheapest exact mode": case(
         "muon", {"muon_tp_mode": "auto"}, 1e-5, stock_config={"muon_tp_mode": "duplicated"},
@@ -57,9 +101,11 @@ CASES = {
     "sgd": case("sgd", {}, EXACT),
     "adam, distributed, bf16": case(
         "adam", OVERLAPPED | {"bf16": True}, EXACT,
-        model={"dtype": "bfloat16", "experts": 4}, ddp=BUCKETS,
+        model={"dtype": torch.bfloat16, "experts": 4}, ddp=BUCKETS,
     ),
-    "adam, distributed, fp16": case("adam", FP16, EXACT, model={"dtype": "float16"}, ddp=SHARDED),
+    "adam, distributed, fp16": case(
+        "adam", FP16, EXACT, model={"dtype": torch.float16}, ddp=SHARDED
+    ),
     "adam, two instances": case(
         "adam", SHARDED, EXACT, parallel={"optimizer_instances": 2}, ddp=TWO_INSTANCES
     ),
