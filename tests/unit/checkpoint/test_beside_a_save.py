@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -106,45 +107,27 @@ def test_without_a_list_too_other_files_tell_saves_apart(tmp_path, write_one):
 # One rank fails
 
 
-def fails_after_its_save(folder: Path) -> str:
-    values = {"w": torch.ones(8)}
-    try:
-        with replacing(folder) as path:
-            dcp.save(values, checkpoint_id=path)
-            if distributed.get_rank() == 1:
-                raise ValueError("of the loop")
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_a_rank_that_fails_after_its_part_is_named_by_all(tmp_path):
-    save(tmp_path / "run", OLD)
-    found = run_ranks(2, fails_after_its_save, tmp_path / "run")
-    assert found == [
-        "RuntimeError: rank 1 failed: ValueError: of the loop",
-        "ValueError: of the loop",
-    ]
-    assert loaded(tmp_path / "run") == OLD
-    assert {path.name for path in tmp_path.iterdir()} == {"run"}
-
-
-def fails_before_its_part(folder: Path, failing: int) -> None:
+def fails(folder: Path, failing: int, *, has_saved: bool) -> None:
     with replacing(folder) as path:
+        if has_saved:
+            dcp.save({"w": torch.ones(8)}, checkpoint_id=path)
         if distributed.get_rank() == failing:
             raise ValueError("of the loop")
-        dcp.save({"w": torch.ones(8)}, checkpoint_id=path)
+        if not has_saved:
+            dcp.save({"w": torch.ones(8)}, checkpoint_id=path)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_before_its_part_ends_all(tmp_path, rank):
+@pytest.mark.parametrize(("rank", "has_saved"), [(0, False), (1, False), (1, True)])
+def test_a_rank_that_fails_is_named_by_all_and_ends_them(tmp_path, rank, has_saved):
     """Long before the time-out of their group, which is 30 minutes."""
     folder = tmp_path / "run"
     save(folder, OLD)
-    errors = errors_of(fails_before_its_part, folder, rank, limit_s=60, cpu=False)
+    failing = partial(fails, has_saved=has_saved)
+    errors = errors_of(failing, folder, rank, limit_s=60, cpu=False)
     assert errors[rank].endswith("ValueError: of the loop\n")
     assert f"RuntimeError: rank {rank} failed: ValueError: of the loop" in errors[1 - rank]
     assert loaded(folder) == OLD
+    assert not has_saved or {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 # Folders that are not plain
