@@ -119,11 +119,8 @@ def test_torchs_own_format(tmp_path, form, groups):
 
 
 def test_megatron_cores_format(tmp_path):
-    sizes = [torch.Size([2, 3]), torch.Size([2, 3])]
-    chunks = [
-        ChunkStorageMetadata(torch.Size(offset), size)
-        for offset, size in zip([(0, 0), (2, 0)], sizes, strict=True)
-    ]
+    size = torch.Size([2, 3])
+    chunks = [ChunkStorageMetadata(torch.Size(offset), size) for offset in ((0, 0), (2, 0))]
     tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([4, 3]), chunks)
     items = {"optimizer.state.exp_avg.w": tensor, "rng": BytesStorageMetadata()}
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata(items, storage_data={})))

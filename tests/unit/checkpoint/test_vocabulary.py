@@ -57,10 +57,7 @@ def test_new_rows_are_copies_of_the_last_one(rows):
     piece = ShardedTensor.from_rank_offsets("w", torch.zeros(rows, 2), allow_shape_mismatch=True)
     first, *others = tensor_sources("w", (5, 2), piece)
     assert (first.box, first.repeats) == (Box((0, 0), (5, 2)), False)
-    if rows > 5:
-        expected = Source("w", (5, 2), Box((5, 0), (rows - 5, 2)), (4, 0), repeats=True)
-        assert others == [expected]
-    else:
-        assert not others
+    added = Source("w", (5, 2), Box((5, 0), (rows - 5, 2)), (4, 0), repeats=True)
+    assert others == ([added] if rows > 5 else [])
     stays = ShardedTensor.from_rank_offsets("w", torch.zeros(rows, 2))
     assert bool(tensor_sources("w", (5, 2), stays)) == (rows == 5)
