@@ -332,18 +332,3 @@ def test_of_other_packages(writer):
     saved = written(writer)
     for reader in NAMES:
         assert outcome_of(saved, reader, "state dict") == expected(writer, reader), reader
-
-
-class Adopt(torch.optim.Adam):
-    """Has the settings of torch's Adam, and state of another meaning."""
-
-
-def test_a_subclass_with_the_same_settings_is_believed():
-    model, _ = built("adam")
-    theirs = Adopt(model.parameters())
-    model[0].weight.grad = torch.ones(6, 6)
-    theirs.step()
-    _, optimizer = built("adam")
-    with listening() as lines:
-        optimizer.load_state_dict(theirs.state_dict())
-    assert any("is believed to be adam's" in line for line in lines)
