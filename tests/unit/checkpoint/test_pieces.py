@@ -1,4 +1,4 @@
-"""A parameter that the model saves in pieces, by other names than its own."""
+"""Parameters that the model saves in pieces, by other names than their own, or twice."""
 
 import zlib
 from pathlib import Path
@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_eopt import EmergingOptimizerConfig, checkpoints, get_megatron_optimizer
+from megatron_eopt.checkpoint.parameter_space import parameter_spaces
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.models import wrap_ddp
@@ -110,3 +113,12 @@ def test_it_is_saved_and_loaded_at_any_layout(tmp_path, storage, optimizer):
         resumed = run_ranks(ranks, resume, str(tmp_path), other, optimizer)[0]
         for name, weight in expected.items():
             torch.testing.assert_close(resumed[name], weight, rtol=0, atol=1e-6)
+
+
+def test_tied_weights_have_the_name_that_megatron_core_gives_their_state():
+    tied, other = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(2))
+    entries = {"embedding": tied, "norm": other, "output": tied}
+    state = {key: ShardedTensor.from_rank_offsets(key, data) for key, data in entries.items()}
+    spaces = parameter_spaces(state, [tied, other])
+    by_number = get_param_id_to_sharded_param_map(state, [tied, other])
+    assert [spaces[tied].key, spaces[other].key] == [entry.key for entry in by_number.values()]
