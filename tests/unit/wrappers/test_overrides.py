@@ -1,20 +1,25 @@
-"""An optimizer that overrides alone send parameters to is the one that it is as the main one."""
+"""An optimizer that overrides alone send parameters to is the one that it is as the main one.
 
+Parameters with arguments of their own keep their state, and overlap like all others.
+"""
+
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig, ParamKey, ParamPredicate
 
-from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.routing.model import route_model
 from tests.harness import run_ranks
-from tests.harness.models import copies_of
-from tests.unit.storage.full_state import Case
-from tests.unit.storage.runs import MOE, inject, make_chunk
+from tests.harness.models import assert_same, copies_of
+from tests.unit.storage.full_state import Case, resume, steps, write
+from tests.unit.storage.runs import MOE, OVERLAP, PLAIN, SHARDED, inject, make_chunk
 
 MATRICES = ParamKey(
     predicate=ParamPredicate(
@@ -36,10 +41,7 @@ def stepped(case: Case, to: str, fields: dict[str, Any]) -> tuple[dict[str, Any]
     chunk, optimizer = built(case, {MATRICES: {"optimizer": to}}, **fields)
     for group in optimizer.param_groups:
         group["lr"] = 0.01
-    for step in range(2):
-        optimizer.zero_grad()
-        inject(case.run, chunk, step)
-        optimizer.step()
+    steps(case, chunk, optimizer, 0, 2)
     return copies_of(chunk), {
         (group["optimizer"], group["max_lr"]) for group in optimizer.param_groups
     }
@@ -74,8 +76,8 @@ def read_by_megatron_core() -> list[int]:
 
 
 def test_megatron_core_reads_groups_of_distributed_adam() -> None:
-    for steps in run_ranks(2, read_by_megatron_core):
-        assert set(steps) == {1}
+    for counts in run_ranks(2, read_by_megatron_core):
+        assert set(counts) == {1}
 
 
 NUMBERED = ("*.layers.3.self_attention.linear_proj.weight", "*.layers.1.*experts.2.linear_fc1.*")
@@ -119,3 +121,44 @@ def routes_of_copy(overrides: Any) -> list[tuple[str, dict[str, Any]]]:
 def test_copies_of_a_tied_embedding_are_stepped_alike(values: dict[str, Any]) -> None:
     (first,), (last,) = run_ranks(2, routes_of_copy, {EMBEDDING: values})
     assert first == last == (values.pop("optimizer", "adam"), values)
+
+
+OWN: dict[str, Any] = {"nesterov": True, "num_ns_steps": 2}
+
+
+def with_own(case: Case, _: Any = None, **own: Any) -> tuple[Any, Any]:
+    """Return a model and its optimizer, in which some matrices have arguments of their own."""
+    chunk = make_chunk(case.run)
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, **case.config)
+    overrides = {ParamKey(name="*proj.weight"): OWN | own}
+    return chunk, get_megatron_optimizer(config, [chunk], overrides)
+
+
+def resumed(storage: dict[str, Any], folder: str) -> None:
+    """Compare a resumed run with an uninterrupted one."""
+    case, make = Case(ddp=storage, config=storage), partial(with_own, momentum_dtype="int8")
+    chunk, optimizer = make(case)
+    steps(case, chunk, optimizer, 0, 2)
+    write(case, chunk, optimizer, folder)
+    steps(case, chunk, optimizer, 2, 4)
+    other, its = resume(case, folder, dist_checkpointing.load, make=make)
+    steps(case, other, its, 2, 4)
+    assert_same(copies_of(other), copies_of(chunk))
+
+
+@pytest.mark.parametrize("storage", [PLAIN, SHARDED], ids=["replicated", "sharded"])
+def test_a_resumed_run_is_an_uninterrupted_one(storage, tmp_path):
+    run_ranks(2, resumed, storage, str(tmp_path))
+
+
+def overlapped() -> str:
+    flags = {"use_distributed_optimizer": True, "muon_overlap_dp_comm": True}
+    case = Case(ddp=SHARDED | OVERLAP, config=flags | {"overlap_param_gather": True})
+    with_own(case)
+    with pytest.raises(ConfigurationError) as caught:
+        with_own(case, momentum_dtype="int8")
+    return str(caught.value)
+
+
+def test_rounded_momentum_cannot_overlap():
+    assert "needs momentum_dtype='fp32' for all parameters" in run_ranks(1, overlapped)[0]
