@@ -5,7 +5,7 @@
 | torch_dist asserts that state has its parameter's shape: no SOAP, no NorMuon | tests/unit/storage/test_resharding.py::test_other_layouts_load_it, tests/unit/wrappers/test_plain_checkpoint.py::test_every_kind_of_optimizer_continues, ::test_other_layouts_load_it |
 | layer-wise checkpoints load at one data-parallel size only | tests/unit/storage/test_resharding.py::test_other_layouts_load_it |
 | format torch with --auto-detect-ckpt-format: KeyError for a torch_dist checkpoint | tests/functional/test_cases.py::test_resume[resume-torch-from-distributed] |
-| a group's identity contains the learning rate | test_another_schedule_resumes, tests/unit/wrappers/test_plain_state_dict.py::test_resume_with_another_learning_rate |
+| a group's identity contains the learning rate | test_another_schedule_resumes, tests/unit/wrappers/test_plain_checkpoint.py::test_resume_with_another_learning_rate |
 | muon with the distributed optimizer goes on from other weights | tests/unit/checkpoint/test_state.py::test_all_ranks_compute_with_the_parameters_of_the_checkpoint |
 | fully_reshardable saves shifted tensors where a bucket is padded; empty buckets are refused | tests/unit/storage/test_resharding.py::test_padded_buckets |
 | distributed Adam over torch's AdamW: KeyError, or a step of 0, after loading | tests/functional/test_resume_matrix.py::test_every_optimizer_goes_on_in_every_layout |
