@@ -1,4 +1,7 @@
-"""Who gets an update that depends on the number of ranks, or far too long a one, is told so."""
+"""Who gets an update that depends on the number of ranks, or far too long a one, is told so.
+
+Whose parameter gets none, as it was frozen when the optimizer was built, is told this, too.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,14 +10,19 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.math.orthogonalize import SCALE_MODES
 from megatron_eopt.optimizers import warnings
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
+from tests.harness.log import listening
 from tests.unit.contracts.callers import scheduler_of
-from tests.unit.fsdp2.model import config, gradient, make_model
+from tests.unit.fsdp2.model import config, eager, gradient, make_model, set_gradients
+from tests.unit.storage.foreign import FIELDS, STORAGES, Foreign, built, inject, wrapped
 from tests.unit.storage.full_state import Case, build
 from tests.unit.storage.runs import PLAIN
 from tests.unit.wrappers.by_hand import scale_of
@@ -23,8 +31,7 @@ from tests.unit.wrappers.by_hand import scale_of
 def heard(case: Case) -> list[str]:
     """Return what is said while a case is built."""
     warnings._said.clear()  # each is said once in a process
-    said = mock.patch.object(warnings, "warn")
-    with said as logged:
+    with mock.patch.object(warnings, "warn") as logged:
         build(case)
     return [call.args[1] for call in logged.call_args_list]
 
@@ -143,3 +150,46 @@ def test_the_weight_decay_that_is_told_is_in_the_groups():
     model = make_model()
     groups = build_optimizer(model, config("scion", **fields)).param_groups
     assert {g["weight_decay"] for g in groups if g["optimizer"] == "scion"} == {0.1}
+
+
+OWN_LOOPS = ("plain", "fully_shard")
+
+
+@eager
+def said_of_unfrozen(storage: str) -> list[list[str]]:
+    """Return what each of four steps logs; the weights are unfrozen before the second one."""
+    model = Foreign()
+    model.hidden.requires_grad_(False)
+    if storage in OWN_LOOPS:
+        if storage == "fully_shard":
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        chunk: Any = model
+        optimizer = build_optimizer(model, EmergingOptimizerConfig(**FIELDS), output_layers=())
+    else:
+        chunk = wrapped(storage, model)
+        optimizer = built(storage, chunk)
+    found = []
+    for step in range(4):
+        if step == 1:
+            model.hidden.weight.requires_grad_(True)
+        if storage in OWN_LOOPS:
+            set_gradients(model, step)
+        else:
+            frozen = [p for p in model.hidden.parameters() if not hasattr(p, "main_grad")]
+            for param in frozen:
+                param.main_grad = param.detach().clone()
+            inject(storage, chunk, step)
+        with listening() as lines:
+            optimizer.step()
+        found.append([text for text in lines if "frozen when the optimizer was built" in text])
+    return found
+
+
+@pytest.mark.parametrize("storage", [*OWN_LOOPS, *STORAGES])
+def test_a_parameter_that_is_unfrozen_after_the_build_is_named_once(storage):
+    for quiet, named, *later in run_ranks(2, said_of_unfrozen, storage, cpu=storage in STORAGES):
+        assert (quiet, later) == ([], [[], []])
+        (text,) = named
+        assert "hidden.weight" in text
+        assert "hidden.bias" not in text
+        assert "Build the optimizer again" in text
