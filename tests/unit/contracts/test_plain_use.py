@@ -30,17 +30,10 @@ from tests.unit.storage.runs import OVERLAP
 LIGHT = {"num_attention_heads": 1, "num_layers": 1}
 
 
-class Perceptron(torch.nn.Module):
-    """Two linear layers and a normalization; nothing of Megatron."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Linear(24, 16)
-        self.norm = torch.nn.LayerNorm(16)
-        self.second = torch.nn.Linear(16, 8)
-
-    def forward(self, x):
-        return self.second(self.norm(self.first(x)).relu())
+def perceptron():
+    """Return two linear layers and a normalization; nothing of Megatron."""
+    first, second = torch.nn.Linear(24, 16), torch.nn.Linear(16, 8)
+    return torch.nn.Sequential(first, torch.nn.LayerNorm(16), torch.nn.ReLU(), second)
 
 
 class Scales(torch.nn.Module):
@@ -76,7 +69,7 @@ def backward(chunk, seed=0):
 def _steps_without_attention(optimizer, sharded):
     initialize_megatron()
     torch.manual_seed(0)
-    chunk = wrapped(Perceptron(), sharded=sharded)
+    chunk = wrapped(perceptron(), sharded=sharded)
     config = config_of(optimizer, sharded=sharded)
     if optimizer == "normuon":
         config.optimizer, config.adaptive_muon_moment2_method = "adaptive_muon", optimizer
@@ -110,7 +103,7 @@ def _rate_from_a_scheduler(optimizer, sharded):
     chains, chunks = [], []
     for rate in (None, 0.01):
         torch.manual_seed(0)
-        chunk = wrapped(Perceptron(), sharded=sharded)
+        chunk = wrapped(perceptron(), sharded=sharded)
         config = config_of(optimizer, sharded=sharded, lr=rate, min_lr=rate and 0.0)
         chain = get_megatron_optimizer(config, [chunk])
         if rate is None:
