@@ -2,6 +2,7 @@
 
 import importlib
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from megatron.core import dist_checkpointing
 from torch import distributed
 
 from megatron_eopt import ConfigurationError
+from megatron_eopt.qk_clip.attention import attentions
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.unit.storage import runs
 from tests.unit.storage.full_state import Case, build, sharded, steps
@@ -121,3 +124,35 @@ def saving_and_loading(case: Case, folder: str) -> list[str]:
 def test_while_state_is_saved_and_loaded(name, tmp_path):
     results = run_ranks(2, saving_and_loading, CASES[name], str(tmp_path), timeout=90)
     check(results, [SAVING, *LOADING])
+
+
+WORDS = {"muon_hyperball": "non-zero norm", "sinkhorn_muon": "negative values"}
+
+
+def spoiled(optimizer: str, chunk: Any) -> None:
+    """Give one matrix of the last of four layers, in the second pipeline stage, bad weights."""
+    for param in chunk.parameters():
+        if param.dim() == 2:
+            param.data.fill_(1 / min(param.shape))
+    for attention in (a for a in attentions(chunk) if a.layer_number == 4):
+        attention.linear_proj.weight.data.mul_(0 if optimizer == "muon_hyperball" else -1)
+
+
+def refused(sharded: bool) -> list[str]:
+    storage = {"use_distributed_optimizer": sharded}
+    config = storage | {"muon_split_qkv": False}
+    messages = []
+    for optimizer, words in WORDS.items():
+        case = Case(optimizer, {"layers": 4, "heads": 4}, {"pp": 2}, ddp=storage, config=config)
+        with pytest.raises(ConfigurationError, match=words) as error:
+            build(case, partial(spoiled, optimizer))
+        messages.append(str(error.value))
+        forget_megatron()
+    return messages
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_all_ranks_refuse_the_weights_of_one(sharded):
+    first, second = run_ranks(2, refused, sharded)
+    assert first == second
+    assert all("linear_proj.weight" in words for words in first) or not sharded
