@@ -4,12 +4,14 @@ The cases are written out, not read from the tables of the package: an entry tha
 """
 
 import argparse
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.optimizer import OptimizerConfig, ParamKey
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
@@ -20,7 +22,7 @@ from megatron_eopt.routing.routes import read_overrides
 from megatron_eopt.wrappers.config_file import read_optimizer_file
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.harness.models import wrap_ddp
+from tests.harness.models import tiny_gpt, wrap_ddp
 from tests.unit.fsdp2.model import Model
 from tests.unit.storage.foreign import FIELDS, STORAGES, Foreign, wrapped
 
@@ -71,10 +73,7 @@ CAPTURES = "optimizer_cuda_graph"
 
 MODES = [
     # optimizers of matrices in shares of Megatron's buffers
-    flag("sharded", FROM_TRANSFORMER_ENGINE),
-    flag("sharded", REUSES),
-    flag("sharded", GATHERS_EARLY),
-    flag("sharded", CAPTURES),
+    *(flag("sharded", name) for name in (FROM_TRANSFORMER_ENGINE, REUSES, GATHERS_EARLY, CAPTURES)),
     flag("replicated", CAPTURES),
     *(
         Mode(storage, f"{CAPTURES}=True", {"optimizer": "sgd", CAPTURES: True})
@@ -337,3 +336,44 @@ NEED_A_GPU = [
 def test_a_flag_that_needs_a_gpu(name: str, value: Any, shown: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"^(--)?{shown}='?{value}".replace("*", r"\*")):
         check_supported(argparse.Namespace(**{name: value}))
+
+
+# off-loading needs its flag; the fraction alone turns nothing on
+
+
+@pytest.mark.parametrize(("flag", "expected"), [(False, 0.0), (True, 0.5)])
+def test_the_flag_decides(flag, expected):
+    config = EmergingOptimizerConfig(
+        optimizer="muon",
+        lr=1e-3,
+        use_distributed_optimizer=True,
+        optimizer_cpu_offload=flag,
+        optimizer_offload_fraction=0.5,
+    )
+    assert resolve(config).offload_fraction == expected
+
+
+def off_loaded_adam():
+    initialize_megatron()
+    model = wrap_ddp(tiny_gpt(dtype=torch.bfloat16), use_distributed_optimizer=True)
+    found = []
+    for cls, fraction in itertools.product((OptimizerConfig, EmergingOptimizerConfig), (0.5, 1.0)):
+        config = cls(
+            optimizer="adam",
+            lr=1e-3,
+            bf16=True,
+            use_distributed_optimizer=True,
+            optimizer_cpu_offload=True,
+            optimizer_offload_fraction=fraction,
+        )
+        with pytest.raises(ConfigurationError) as raised:
+            get_megatron_optimizer(config, [model])
+        found.append(str(raised.value))
+    return found
+
+
+def test_megatrons_adam_is_not_off_loaded_without_a_gpu():
+    """Its first step would end in a KeyError."""
+    for text in itertools.chain(*run_ranks(3, off_loaded_adam)):
+        assert text.startswith("optimizer_cpu_offload=True: megatron-core's optimizer that")
+        assert "needs a GPU" in text
