@@ -373,8 +373,10 @@ def test_convolutions(options, facts, convolutions, why):
         ({"partition_dim": 0}, 0),
         ({"partition_dim": 1}, 1),
         ({"partition_dim": 2}, -1),
+        ({"partition_dim": -1, "tensor_model_parallel": True}, -1),
         ({"partition_dim": 1, "tensor_model_parallel": True}, 1),
-        ({"partition_dim": 1, "tensor_model_parallel": False}, -1),
+        # Transformer Engine gives duplicated weights a dimension, too
+        ({"partition_dim": 0, "tensor_model_parallel": False}, -1),
     ],
 )
 def test_the_dimension_that_tensor_parallelism_cuts(attributes, dimension):
