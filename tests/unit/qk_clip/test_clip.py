@@ -136,37 +136,27 @@ def with_dtype(model: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {**model, "dtype": dtype}
 
 
-def assert_as_alone(case: Case, results: list[Clipped], bound: float) -> None:
-    """Compare what ranks have with what one process has."""
-    alone = replace(case, parallel={}, **REPLICATED)
-    expected = run_ranks(1, clipped, alone)[0]
-    for result in (expected, *results):
-        assert result.returned == [40.0, 30.0]
-        assert result.is_rounding
-        assert result.is_everywhere
-    assert deviation(results, expected) < bound
+def assert_as_alone(case: Case, bound: float, *runs: list[Clipped]) -> None:
+    """Compare what the ranks of each run have with what one process has."""
+    expected = run_ranks(1, clipped, replace(case, parallel={}, **REPLICATED))
+    for results in (expected, *runs):
+        for result in results:
+            assert result.returned == [40.0, 30.0]
+            assert result.is_rounding
+            assert result.is_everywhere
+        assert deviation(results, expected[0]) < bound
 
 
 @pytest.mark.parametrize("name", mostly_long(LAYOUTS, *USUAL))
 def test_every_layout_clips_as_one_process_does(name):
     model, world, parallel = LAYOUTS[name]
     for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
+        case = case_of(with_dtype(model, dtype), parallel=parallel)
+        found = []
         for ddp in (INSTANCES,) if name == "instances" else (SHARDED, PLAIN):
             config = {"use_distributed_optimizer": ddp["use_distributed_optimizer"]}
-            case = case_of(with_dtype(model, dtype), parallel=parallel, ddp=ddp, config=config)
-            assert_as_alone(case, run_ranks(world, clipped, case), bound)
-
-
-def test_off_loaded_weights_are_clipped_as_resident_ones():
-    found = []
-    for fraction in (0.0, 1.0):
-        off_load = {"optimizer_cpu_offload": fraction > 0, "optimizer_offload_fraction": fraction}
-        case = case_of(with_dtype(GROUPED, torch.bfloat16))
-        found.append(run_ranks(2, clipped, replace(case, ddp=SHARDED, config=SHARDED | off_load)))
-    for resident, off_loaded in zip(*found, strict=True):
-        assert off_loaded.is_rounding
-        assert off_loaded.returned == resident.returned
-        assert_same(off_loaded.weights, resident.weights)
+            found.append(run_ranks(world, clipped, replace(case, ddp=ddp, config=config)))
+        assert_as_alone(case, bound, *found)
 
 
 def clipped_with_two_optimizers(case: Case) -> Clipped:
@@ -197,21 +187,25 @@ def interleaved() -> Clipped:
 
 
 def test_an_interleaved_pipeline_clips_as_one_process_does():
-    case = case_of({**GROUPED, "layers": 4})
-    assert_as_alone(case, run_ranks(2, interleaved), 2e-6)
+    assert_as_alone(case_of({**GROUPED, "layers": 4}), 2e-6, run_ranks(2, interleaved))
 
 
-@pytest.mark.parametrize("gathers_first", [True, False])
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16], ids=str
 )
-def test_parameters_may_be_gathered_before_or_after(dtype, gathers_first):
+def test_parameters_may_be_gathered_before_or_after(dtype):
+    off_load = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
     case = case_of(with_dtype(GROUPED, dtype), ddp=SHARDED)
     expected = run_ranks(2, clipped, case)
-    found = run_ranks(2, clipped, replace(case, ddp=OVERLAPPED), gathers_first)
-    for mine, other in zip(found, expected, strict=True):
-        assert_same(mine.weights, other.weights)
-    assert all(result.is_rounding for result in found)
+    for way in (
+        (replace(case, ddp=OVERLAPPED), True),
+        (replace(case, ddp=OVERLAPPED), False),
+        (replace(case, config=off_load), True),
+    ):
+        for mine, other in zip(run_ranks(2, clipped, *way), expected, strict=True):
+            assert mine.is_rounding
+            assert mine.returned == other.returned
+            assert_same(mine.weights, other.weights)
 
 
 @pytest.mark.parametrize("model", [GROUPED, LATENT], ids=["GQA", "MLA"])
