@@ -87,15 +87,6 @@ def test_a_kernel_that_fails_in_a_step_says_how_to_do_without():
     assert isinstance(failed.value.__cause__, OutOfResources)
 
 
-def test_a_lack_of_memory_stays_what_it_is():
-    def no_memory(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    some = mock.patch.dict(sys.modules, some=SimpleNamespace(launch=no_memory))
-    with some, pytest.raises(torch.OutOfMemoryError):
-        products.KERNELS.call(X, "some", "launch")
-
-
 def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     order = []
     guard = mock.MagicMock()
