@@ -201,12 +201,3 @@ def test_any_storage_takes_the_optimizers_own_size_of_waves(kind):
             shards, ExchangeConfig("exchange", matrix_buffer_mb=1024)
         )
         assert len(update_rule.exchange.waves) == count
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [("lr", -1.0), ("momentum", 1.0), ("num_ns_steps", 0), ("tp_mode", "dupe"), ("ns_eps", 0.0)],
-)
-def test_values_that_would_train_something_else_are_refused(argument, value):
-    with pytest.raises(ConfigurationError, match=repr(value)):
-        TensorParallelMuon([parameter(4, 4)], **{argument: value})
