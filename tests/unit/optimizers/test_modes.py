@@ -1,6 +1,7 @@
 """Which compute layout a mode means, and what ``auto`` chooses: pure functions."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,12 +16,8 @@ def rows(shape, ranks):
     return Layout.slabs(shape, 0, range(ranks))
 
 
-def columns(shape, ranks):
-    return Layout.slabs(shape, 1, range(ranks))
-
-
-def modes(storage, ranks, mode="auto"):
-    return [work.mode for work in place_matrices(storage, ranks, mode, WAVE)[0]]
+def modes(storage, ranks, mode="auto", **options):
+    return [work.mode for work in place_matrices(storage, ranks, mode, WAVE, **options)[0]]
 
 
 def test_auto_gives_many_large_matrices_to_owners():
@@ -31,21 +28,34 @@ def test_auto_gives_many_large_matrices_to_owners():
     assert np.bincount(owners).tolist() == [16] * 4
 
 
-def test_auto_shares_large_matrices_where_ranks_would_idle():
-    """Fewer matrices than ranks, or a rest that does not come out even."""
-    assert modes([rows((8192, 2048), 8)], 8) == ["distributed"]
-    assert modes([rows((8192, 2048), 8)] * 2, 8) == ["distributed"] * 2
-    assert set(modes([rows((8192, 2048), 8)] * 9, 8)) <= {"distributed", "exchange"}
-    assert "distributed" in modes([rows((8192, 2048), 8)] * 9, 8)
+BIG = rows((8192, 2048), 8)
+WIDE = Layout.slabs((4096, 16384), 1, range(2))
 
 
-def test_auto_shares_only_the_one_that_outweighs_the_others():
-    storage = [rows((1024, 512), 2) for _ in range(8)] + [columns((4096, 16384), 2)]
-    assert modes(storage, 2) == ["exchange"] * 8 + ["distributed"]
+@pytest.mark.parametrize(
+    ("storage", "ranks", "mode", "options", "expected"),
+    [
+        # fewer matrices than ranks
+        ([BIG], 8, "auto", {}, ["distributed"]),
+        ([BIG] * 2, 8, "auto", {}, ["distributed"] * 2),
+        # one outweighs the others
+        ([rows((1024, 512), 2)] * 8 + [WIDE], 2, "auto", {}, ["exchange"] * 8 + ["distributed"]),
+        # they cost less than a second collective
+        ([rows((32, 32), 2)] * 8, 2, "auto", {}, ["duplicated"] * 8),
+        # fewer columns than ranks
+        ([rows((8, 4), 16)], 16, "distributed", {}, ["exchange"]),
+        # an iteration that ranks cannot share, as Megatron's
+        ([BIG], 8, "auto", {"whole_only": True}, ["duplicated"]),
+        ([BIG], 8, "distributed", {"whole_only": True}, ["exchange"]),
+    ],
+)
+def test_modes_of_matrices(storage, ranks, mode, options, expected):
+    assert modes(storage, ranks, mode, **options) == expected
 
 
-def test_auto_gathers_matrices_that_cost_less_than_a_second_collective():
-    assert set(modes([rows((32, 32), 2)] * 8, 2)) == {"duplicated"}
+def test_auto_shares_large_matrices_of_a_rest_that_does_not_come_out_even():
+    assert "distributed" in modes([BIG] * 9, 8)
+    assert set(modes([BIG] * 9, 8)) <= {"distributed", "exchange"}
 
 
 def busiest(storage, ranks, mode):
@@ -96,20 +106,3 @@ def test_a_slightly_uneven_cut_stays_and_a_very_uneven_one_is_evened_out():
 def test_short_side_cuts_are_recut_to_the_long_side():
     (matrix,) = place_matrices([rows((32, 96), 4)], 4, "distributed", WAVE)[0]
     assert matrix.compute.local_shape(3) == (32, 24)
-
-
-def test_a_matrix_with_fewer_columns_than_ranks_has_an_owner():
-    assert modes([rows((8, 4), 16)], 16, "distributed") == ["exchange"]
-
-
-def test_megatrons_auto_shares_no_matrix_that_its_iteration_cannot():
-    # one matrix outweighs everything: ours would be cut over the ranks
-    big = [rows((8192, 2048), 8)]
-    assert place_matrices(big, 8, "auto", WAVE)[0][0].mode == "distributed"
-    assert place_matrices(big, 8, "auto", WAVE, whole_only=True)[0][0].mode == "duplicated"
-
-
-def test_a_matrix_that_cannot_be_shared_has_an_owner():
-    big = [rows((8192, 2048), 8)]
-    (work,) = place_matrices(big, 8, "distributed", WAVE, whole_only=True)[0]
-    assert work.mode == "exchange"
