@@ -8,21 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.distributed.fsdp.src.megatron_fsdp import experimental
-from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
-    preprocess_state_dict_for_uneven_dtensor,
-)
 from torch import nn
-from torch.distributed import checkpoint
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.utils import parametrize
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.contrib import megatron_fsdp_v2 as _v2  # noqa: F401  registers itself
@@ -30,10 +19,8 @@ from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.routing.places import places_in
 from tests.harness import run_ranks
 from tests.harness.log import listening
-from tests.unit.fsdp2.model import config, cut, eager, far, set_gradients, weights
-from tests.unit.routing.test_wrapping import Same
-
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+from tests.unit.fsdp2.model import config, cut, eager
+from tests.unit.routing.test_wrapping import parametrized
 
 
 class Norm(nn.Module):
@@ -98,13 +85,6 @@ def sharded(model: nn.Module) -> nn.Module:
 def replicated(model: nn.Module) -> nn.Module:
     for _, module in leaves(model):
         replicate(module)
-    return model
-
-
-def parametrized(model: nn.Module) -> nn.Module:
-    for _, module in leaves(model):
-        for name in [name for name, param in module._parameters.items() if param is not None]:
-            parametrize.register_parametrization(module, name, Same())
     return model
 
 
@@ -215,36 +195,3 @@ def errors_of_empty_weights() -> list[str]:
 
 def test_an_empty_weight_is_named():
     assert run_ranks(1, errors_of_empty_weights) == [["plain", *WRAPPERS]]
-
-
-@eager
-def train(layout: str, save: str = "", load: str = "") -> Any:
-    model = in_units(Network()) if layout == "units" else cut(Network(), layout, "value")
-    optimizer = build_optimizer(model, config())
-    for step in range(0 if load else 10):
-        set_gradients(model, step)
-        optimizer.step()
-    if save or load:
-        state = {
-            "model": preprocess_state_dict_for_uneven_dtensor(get_model_state_dict(model)),
-            "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
-        }
-    if save:
-        checkpoint.save(state, checkpoint_id=save)
-    if load:
-        checkpoint.load(state, checkpoint_id=load)
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
-        set_gradients(model, 10)
-        optimizer.step()
-    return weights(model)
-
-
-def test_units_step_as_one_process_and_load_what_one_unit_saved(tmp_path):
-    """In float32, whose sums have another order on two ranks."""
-    alone = train("plain")
-    for layout, save in (("one unit", str(tmp_path)), ("units", "")):
-        for found in run_ranks(2, train, layout, save):
-            assert far(found, alone)[0] < 1e-6
-    after = [run_ranks(2, train, layout, "", str(tmp_path)) for layout in ("one unit", "units")]
-    for found in after[1]:
-        assert far(found, after[0][0])[0] < 1e-6
