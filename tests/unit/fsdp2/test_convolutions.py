@@ -27,6 +27,7 @@ KERNELS = {
     "1 x 1": (lambda: nn.Conv2d(6, 8, 1), 1, False),
     "grouped": (lambda: nn.Conv2d(6, 8, 3, groups=2), 2, False),
     "transposed": (lambda: nn.ConvTranspose2d(6, 8, 3), 1, True),
+    "transposed, 3-D": (lambda: nn.ConvTranspose3d(4, 6, 2), 1, True),
     "transposed and grouped": (lambda: nn.ConvTranspose1d(6, 8, 3, groups=2), 2, True),
 }
 FIELDS = {

@@ -59,6 +59,15 @@ def test_gates_of_recurrent_layers_look_fused(layer, fused):
     assert table[f"block.{next(iter(fused), next(iter(layer._parameters)))}"][0] == "muon"
 
 
+def test_a_projection_of_one_head_is_no_unknown_one():
+    sizes = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
+    attention = nn.ModuleDict({name: nn.Linear(8, rows) for name, rows in sizes.items()})
+    attention.head_dim = 4
+    settings = config(muon_split_per_head=True, print_optimizer_routing=True)
+    _, lines = built(nn.ModuleList([attention]), config=settings)
+    assert not any("muon_split_per_head" in line for line in lines)
+
+
 class Vision(nn.Module):
     """Parameters of up to four dimensions that no layer multiplies by, and some that one does."""
 
