@@ -22,18 +22,14 @@ def test_no_block_adds_up_more_than_the_most_parts(m: int, n: int, parts: int) -
     assert not norms.serves(torch.empty(4, 4))
 
 
-@pytest.mark.parametrize(
-    ("batch", "n", "kernels", "bytes_an_element"), [(4, 2048, 2, 6), (1, 8192, 2, 6)]
-)
-def test_few_kernels_and_bytes_are_beside_the_products(
-    batch: int, n: int, kernels: int, bytes_an_element: int
-) -> None:
+@pytest.mark.parametrize(("batch", "n"), [(4, 2048), (1, 8192)])
+def test_few_kernels_and_bytes_are_beside_the_products(batch: int, n: int) -> None:
     """Of the standard iteration and of Gram's with one restart, on a GPU."""
     with FakeTensorMode(), Counts() as counts:
         stack = torch.empty(batch, 2048, n, dtype=torch.bfloat16)
         Orthogonalization(precision="medium").factors_(stack, None, (2048, n), (2.0,))
         total = sum(counts.phases.values(), Amount())
-    assert total.kernels == kernels
+    assert total.kernels == 2
     # diagonals and sums of squares are the rest
-    assert 0 <= total.bytes / stack.numel() - bytes_an_element < 0.01
-    assert total.kernels_in_all - kernels <= 20
+    assert 0 <= total.bytes / stack.numel() - 6 < 0.01
+    assert total.kernels_in_all - total.kernels <= 20
