@@ -206,6 +206,28 @@ def test_members_number_their_groups_alike_and_join_late(monkeypatch, device, ba
     assert _world.group_count == before
 
 
+TEAMS = ((0, 1), (1, 2), (0, 1), (1, 2, 3))
+
+
+def sums():
+    """Return what each team's ranks add up to, and all ranks."""
+    rank, found = distributed.get_rank(), {}
+    for number, team in enumerate(TEAMS):
+        if rank in team:
+            group, value = group_of_members(team), torch.tensor(rank)
+            distributed.all_reduce(value, group=group)
+            found[number] = int(value)
+    value = torch.tensor(rank)
+    distributed.all_reduce(value, group=distributed.new_group(range(4)))
+    return found, int(value)
+
+
+def test_ranks_of_different_teams_make_groups_together_afterwards():
+    for rank, (found, everyone) in enumerate(run_ranks(4, sums, timeout=60)):
+        assert found == {n: sum(team) for n, team in enumerate(TEAMS) if rank in team}
+        assert everyone == 6
+
+
 def test_alone_nothing_is_communicated():
     assert raise_together(lambda: 3) == from_rank_0(lambda: 3) == 3
     assert gather_unique([3, 3]) == [3]
