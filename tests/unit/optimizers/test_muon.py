@@ -1,15 +1,20 @@
 """TensorParallelMuon: its arithmetic against float64, and its contract."""
 
+import copy
+import math
+
 import numpy as np
 import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 
+from benchmarks.gpu_check.sections.reference import deviations
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices import qkv
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.muon import _NOT_CALLED, TensorParallelMuon
+from tests.harness import run_ranks
 from tests.reference.muon import muon_step
 from tests.unit.optimizers.parameters import parameter
 
@@ -99,6 +104,21 @@ def test_updates_never_alias_momentum_or_gradients(shape, nesterov):
     torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], 0.5 * grad)
     optimizer.orthogonalize(param, param.grad).fill_(7.0)
     assert torch.equal(param.grad, grad)
+
+
+def test_a_step_that_the_device_skips_changes_nothing_and_does_not_count():
+    param = parameter(8, 6)
+    optimizer = TensorParallelMuon([param], momentum_dtype="bf16")  # its noise follows a count
+    optimizer.step()
+    before, weight = copy.deepcopy(optimizer.state[param]), param.detach().clone()
+    assert int(before["step"]) == 1
+    for rule in optimizer._rules():
+        rule.scale_gradients(torch.tensor(math.nan))
+        rule.step(optimizer.param_groups, optimizer.state)
+    assert torch.equal(param, weight)
+    for key, value in before.items():
+        now = torch.as_tensor(optimizer.state[param][key])
+        assert torch.equal(now, torch.as_tensor(value)), key
 
 
 def test_state_can_exist_before_the_first_step():
@@ -201,3 +221,18 @@ def test_any_storage_takes_the_optimizers_own_size_of_waves(kind):
             shards, ExchangeConfig("exchange", matrix_buffer_mb=1024)
         )
         assert len(update_rule.exchange.waves) == count
+
+
+# Relative to the step taken. Five float32 iterations amplify rounding errors by the slope at zero,
+# up to 1e3 for the smallest singular values: 1e-5 leaves a margin of 2, and 0.25 of bfloat16, too.
+TOLERANCES = {"fp32": 1e-5, "bf16": 0.25}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_step_through_megatron_equals_float64(ranks, dtype):
+    """Of its model, DDP, schedule and factory."""
+    for errors in run_ranks(ranks, deviations, dtype):
+        assert len(errors) > 8
+        for name, error in errors.items():
+            assert error < TOLERANCES[dtype], name
