@@ -1,10 +1,13 @@
 """Parameters cut in any way, drawn in one process and stored in others."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_eopt.math import orthogonalize
 from megatron_eopt.matrices import Split
 from megatron_eopt.storage.shard import Fragment, ParamShard, Ranks, fragment_layouts
 
@@ -31,3 +34,13 @@ class StoredParameter:
         layouts = fragment_layouts(self.split, self.partition_dim, self.tensor_size, self.fragments)
         held = torch.empty(mine.stop - mine.start)
         return ParamShard(self.name, held, self.split, layouts, ranks, tuple(held.shape))
+
+
+def newton_schulz(**settings: Any) -> Callable[..., None]:
+    """Return what puts updates in the place of a stack of directions."""
+
+    def update(stack: torch.Tensor, _: Any, reduce: Any, shape: tuple[int, int]) -> None:
+        whole_shape = None if reduce is None else shape
+        stack.copy_(orthogonalize(stack, reduce=reduce, whole_shape=whole_shape, **settings))
+
+    return update

@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.math import choose_algorithm, orthogonalize, resolve_coefficients
+from megatron_eopt.math import choose_algorithm, resolve_coefficients
 from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.exchange import ExchangeConfig, MatrixExchange
 from megatron_eopt.storage.shard import Fragment
 from tests.harness import run_ranks
 from tests.harness.collectives import counted
-from tests.harness.shards import StoredParameter
+from tests.harness.shards import StoredParameter, newton_schulz
 
 
 def stored(name, split, dim, size):
@@ -20,15 +20,6 @@ def stored(name, split, dim, size):
     )
 
 
-def muon(precision, algorithm="auto"):
-    def update(stack, matrices, reduce, shape):
-        settings = {"precision": precision, "algorithm": algorithm}
-        shape = None if reduce is None else shape
-        stack.copy_(orthogonalize(stack, reduce=reduce, whole_shape=shape, **settings))
-
-    return update
-
-
 def run_counted(parameters, mode, precision="highest", wave_bytes=64 << 20, algorithm="auto"):
     """Return the calls of one step, the number of waves, and what the plan says about itself."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -36,7 +27,7 @@ def run_counted(parameters, mode, precision="highest", wave_bytes=64 << 20, algo
     shards = [parameter.shard(dist.group.WORLD) for parameter in built]
     engine = MatrixExchange(
         shards,
-        muon(precision, algorithm),
+        newton_schulz(precision=precision, algorithm=algorithm),
         ExchangeConfig(mode=mode, matrix_buffer_mb=wave_bytes / 2**20),
     )
     directions = [

@@ -9,20 +9,14 @@ import torch.distributed as dist
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import Layout
-from megatron_eopt.math import orthogonalize
 from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.exchange import ExchangeConfig, MatrixExchange
 from megatron_eopt.storage.shard import Fragment, ParamShard
 from megatron_eopt.storage.slabs import partition_dim_and_group, row_group
 from tests.harness import run_ranks
-from tests.harness.shards import StoredParameter
+from tests.harness.shards import StoredParameter, newton_schulz
 
 EXACT = ("duplicated", "exchange", "distributed", "auto")
-
-
-def newton_schulz(stack, matrices, reduce, shape):
-    whole_shape = None if reduce is None else shape
-    stack.copy_(orthogonalize(stack, reduce=reduce, whole_shape=whole_shape))
 
 
 UNEVEN = {
@@ -45,11 +39,11 @@ def uneven_errors(batched):
     ]
     generator = torch.Generator().manual_seed(0)
     full = [torch.randn(p.split.shape, generator=generator) for p in stored]
-    wants = MatrixExchange(alone, newton_schulz, ExchangeConfig(batched=batched)).updates(full)
+    wants = MatrixExchange(alone, newton_schulz(), ExchangeConfig(batched=batched)).updates(full)
     shards = [p.shard(dist.group.WORLD) for p in stored]
     result = {}
     for mode in EXACT:
-        engine = MatrixExchange(shards, newton_schulz, ExchangeConfig(mode=mode, batched=batched))
+        engine = MatrixExchange(shards, newton_schulz(), ExchangeConfig(mode=mode, batched=batched))
         ranges = [slice(p.fragments[rank].start, p.fragments[rank].stop) for p in stored]
         mine = [x.flatten()[r] for x, r in zip(full, ranges, strict=True)]
         for p, got, want, r in zip(stored, engine.updates(mine), wants, ranges, strict=True):
@@ -132,7 +126,7 @@ def test_where_nothing_is_sent_waves_grow_to_a_share_of_all_matrices(grows):
         for n in range(8)
     ]
     small = ExchangeConfig(matrix_buffer_mb=1024 * 4 / 2**20, grows=grows)
-    waves = MatrixExchange(shards, newton_schulz, small).waves
+    waves = MatrixExchange(shards, newton_schulz(), small).waves
     assert [len(wave) for wave in waves] == ([2] * 4 if grows else [1] * 8)
     large = ExchangeConfig(matrix_buffer_mb=1.0, grows=grows)
-    assert len(MatrixExchange(shards, newton_schulz, large).waves) == 1
+    assert len(MatrixExchange(shards, newton_schulz(), large).waves) == 1
