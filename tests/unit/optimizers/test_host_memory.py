@@ -1,6 +1,5 @@
 """Off-loaded tensors visit the device in chunks of a bounded size."""
 
-from collections import defaultdict
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
@@ -18,15 +17,29 @@ def waves(arriving, run, batches=()):
     return SimpleNamespace(arriving=arriving, plan=plan, run=run)
 
 
-def test_a_chunk_has_as_many_tensors_as_fit():
-    tensors = [torch.zeros(size) for size in (100, 3, 30, 30, 60, 10)]
-    stays, *moved = tensors
+@pytest.mark.parametrize(
+    ("stays", "moved", "chunks"),
+    [
+        # what stays on the device comes first; a tensor that is larger than a chunk has its own
+        ([100], [3, 30, 30, 60, 10], [[100], [3, 30, 30], [60], [10]]),
+        # full to the last byte
+        ([], [32, 32, 1], [[32, 32], [1]]),
+    ],
+)
+def test_a_chunk_has_as_many_tensors_as_fit(stays, moved, chunks):
+    moved = [torch.zeros(size) for size in moved]
     memory = HostMemory(moved, settings=OffloadSettings(fraction=1.0, chunk_bytes=4 * 64))
+    found = []
+    tensors = [*map(torch.zeros, stays), *moved]
+    memory.step_in_chunks(tensors, lambda chunk: found.append([t.numel() for t in chunk]), {})
+    assert found == chunks
+
+
+def test_the_first_chunk_has_only_what_stays():
+    stays, tiny = torch.zeros(2), torch.zeros(1, dtype=torch.uint8)
     chunks = []
-    memory.step_in_chunks(tensors, lambda chunk: chunks.append([t.numel() for t in chunk]), {})
-    # what stays on the device comes first; a tensor that is larger than a chunk has its own
-    assert chunks == [[100], [3, 30, 30], [60], [10]]
-    assert stays.numel() == 100
+    HostMemory([tiny]).step_in_chunks([tiny, stays], chunks.append, {})
+    assert [[*map(id, chunk)] for chunk in chunks] == [[id(stays)], [id(tiny)]]
 
 
 def test_the_largest_tensors_within_the_fraction_are_chosen():
@@ -35,32 +48,6 @@ def test_the_largest_tensors_within_the_fraction_are_chosen():
     names = {tensor: name for name, tensor in tensors.items()}
     found = settings.chosen({tensor: tensor.numel() for tensor in tensors.values()})
     assert [names[tensor] for tensor in found] == ["a", "d"]
-
-
-def test_state_that_is_new_goes_to_the_host_too():
-    param = torch.zeros(4)
-    memory = HostMemory([param], settings=OffloadSettings(fraction=1.0, chunk_bytes=64))
-    state = defaultdict(dict)
-
-    def step(chunk):
-        for tensor in chunk:
-            state[tensor]["momentum"] = torch.ones(4)
-
-    memory.step_in_chunks([param], step, state)
-    assert [value.tolist() for value in memory.tensors(state)] == [[1.0] * 4]
-
-
-def test_a_chunk_may_be_full_to_the_last_byte():
-    tensors = [torch.zeros(size) for size in (32, 32, 1)]
-    memory = HostMemory(tensors, settings=OffloadSettings(chunk_bytes=4 * 64))
-    chunks = []
-    memory.step_in_chunks(tensors, lambda chunk: chunks.append([t.numel() for t in chunk]), {})
-    assert chunks == [[32, 32], [1]]
-    # the first chunk has only what stays
-    stays, tiny = torch.zeros(2), torch.zeros(1, dtype=torch.uint8)
-    chunks.clear()
-    HostMemory([tiny]).step_in_chunks([tiny, stays], chunks.append, {})
-    assert [[*map(id, chunk)] for chunk in chunks] == [[id(stays)], [id(tiny)]]
 
 
 def kept():
