@@ -43,7 +43,7 @@ def _train(names: list[str]) -> dict[str, list[float]]:
 
 
 def test_every_optimizer_trains():
-    names = [name for name in optimizer_names() if name != "everything"]
+    names = optimizer_names()
     registered = set(emerging_registry.get_optimizer_name_list()) - {"adaptive_muon"}
     assert registered <= set(registry.optimizer_names())
     for name, losses in run_ranks(1, _train, names, timeout=120)[0].items():

@@ -46,6 +46,7 @@ def test_matrices_go_to_muon_and_the_rest_to_the_scalar_optimizer(cls):
     assert routes["chosen.weight"].why == "use_muon=False"
     assert routes["first.bias"].why == "1-D"
     assert routes["first.weight"].why == "matrix"
+    assert routes_of(muon(muon_ignore_use_muon=True))["chosen.weight"].optimizer == "muon"
 
 
 def test_adam_takes_everything():
@@ -117,24 +118,14 @@ def test_a_multiplier_applies_to_the_highest_and_to_the_lowest_rate(fields, sett
     assert routes["first.weight"].values == pytest.approx(rates)
 
 
-def test_a_third_party_optimizer_may_take_everything(monkeypatch):
-    registry.entries()
-    monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
-
-    @register_optimizer("everything", state_layout="element_wise", default_param_overrides={})
-    class Everything(torch.optim.SGD):
-        pass
-
-    routes = routes_of(OptimizerConfig(optimizer="everything", lr=0.1))
-    assert {route.optimizer for route in routes.values()} == {"everything"}
-    with pytest.raises(ConfigurationError, match="already"):
-        register_optimizer("everything", Everything)
-    with pytest.raises(ConfigurationError, match="already"):
-        register_optimizer("adam", Everything)
+def identities(config, overrides):
+    """Return the identity of each parameter's group."""
+    groups = groups_of([*routes_of(config, overrides).values()])
+    return {route.parameter.name: group.identity for group in groups for route in group.routes}
 
 
 def test_identities_do_not_depend_on_numbers():
-    def identities(lr, other):
+    def with_rates(lr, other):
         overrides = {
             ParamKey(name="first.weight"): {"max_lr": lr},
             ParamKey(name="expert.*"): {"max_lr": other},
@@ -142,15 +133,10 @@ def test_identities_do_not_depend_on_numbers():
             ParamKey(name="norm.weight"): {"max_lr": lr},
             ParamKey(name="norm.bias"): {"max_lr": other},
         }
-        routes = routes_of(muon(), overrides)
-        return {
-            route.parameter.name: group.identity
-            for group in groups_of(list(routes.values()))
-            for route in group.routes
-        }
+        return identities(muon(), overrides)
 
-    assert identities(0.1, 0.2) == identities(0.5, 0.3)
-    assert len(set(identities(0.1, 0.2).values())) == 6
+    assert with_rates(0.1, 0.2) == with_rates(0.5, 0.3)
+    assert len(set(with_rates(0.1, 0.2).values())) == 6
 
 
 FIRST = ParamKey(name="first.weight")
@@ -413,6 +399,8 @@ def test_facts_about_parameters():
     tables = [name for name, its in found.items() if its.is_embedding]
     assert tables == ["words.weight", "positions.weight"]
     assert not any(its.is_router or its.of_own_module for its in found.values())
+    model = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})
+    assert all(its.of_own_module for its in parameters_of(model))
     output = marked((4, 4), is_embedding_or_output_parameter=True)
     (its,) = parameters_of(Layers(a=output))
     assert its.is_embedding
@@ -459,11 +447,6 @@ def test_a_tied_weight_is_what_one_of_its_places_says():
     assert [its.convolution for its in parameters_of(tied)] == [layer]
 
 
-def test_a_module_of_the_models_own_called_module():
-    model = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})
-    assert all(its.of_own_module for its in parameters_of(model))
-
-
 def test_groups_of_another_function_become_overrides(monkeypatch):
     weights = [marked((2, 2)) for _ in "1234"]
     groups = [
@@ -494,7 +477,7 @@ def test_groups_of_another_function_become_overrides(monkeypatch):
     assert grouping_of.with_callers_grouping(settings, [], given) is given
 
 
-def test_a_third_party_optimizer_has_its_own_overrides(monkeypatch):
+def test_a_third_party_optimizer_takes_everything_or_has_its_own_overrides(monkeypatch):
     registry.entries()
     monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
     own = {ParamKey(name="*.bias"): {"wd_mult": 0.5}}
@@ -506,6 +489,11 @@ def test_a_third_party_optimizer_has_its_own_overrides(monkeypatch):
             default_param_overrides=overrides,
             prefixes=("muon",),
         )
+    for name in ("own", "adam"):
+        with pytest.raises(ConfigurationError, match="already"):
+            register_optimizer(name, torch.optim.SGD)
+    plain = routes_of(OptimizerConfig(optimizer="plain", lr=0.1))
+    assert {route.optimizer for route in plain.values()} == {"plain"}
     model = torch.nn.ModuleDict({"toy": Toy(), "router": Gate()})
     fields = {"lr": 0.1, "muon_orthogonalize_router": False}
     plain = routes_of(EmergingOptimizerConfig(optimizer="plain", **fields), model=model)
@@ -523,11 +511,6 @@ def test_modules_tell_what_is_no_layers_weight_in_own_loops(recommended, of_dten
     settings = replace(resolve(muon()), recommended=recommended, of_dtensors=of_dtensors)
     (route,) = rules.route_all(parameters_of(Layers(latents=marked((4, 4)))), {}, settings)
     assert route.optimizer == ("adam" if recommended or of_dtensors else "muon")
-
-
-def test_use_muon_can_be_ignored():
-    routes = routes_of(muon(muon_ignore_use_muon=True))
-    assert routes["chosen.weight"].optimizer == "muon"
 
 
 @pytest.mark.parametrize(
@@ -565,12 +548,7 @@ def test_identities_of_groups_that_differ_in_values_only():
     betas = [(0.5, 0.5), (0.9, 0.5), (0.9, 0.5), (0.9, 0.6)]
     overrides = {key: {"betas": its} for key, its in zip(keys.values(), betas, strict=True)}
     overrides[ParamKey(name=("words.*", "positions.*"))] = {"wd_mult": 1.0}
-    routes = routes_of(EmergingOptimizerConfig(lr=0.1), overrides)
-    named = {
-        route.parameter.name: group.identity
-        for group in groups_of([*routes.values()])
-        for route in group.routes
-    }
+    named = identities(EmergingOptimizerConfig(lr=0.1), overrides)
     assert named["chosen.weight"] == "adam/dense/"
     assert named["expert.weight"] == "adam/expert/"
     assert named["first.weight"] == "adam/dense/betas/name=first.*"
