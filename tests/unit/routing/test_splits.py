@@ -33,9 +33,8 @@ def table(model: nn.Module, which: Any = ALL) -> dict[str, tuple[str, tuple[int,
     }
 
 
-def gpt(tp_size: int = 1) -> nn.Module:
+def gpt() -> nn.Module:
     settings = modules.config(
-        tp_size,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         num_moe_experts=2,
@@ -112,15 +111,6 @@ def known_modules() -> None:
 
 def test_splits_of_known_modules_and_inside_of_adapters() -> None:
     run_ranks(1, known_modules)
-
-
-def cut_model() -> Any:
-    modules.set_up(2)
-    return table(gpt(2))
-
-
-def test_splits_are_those_of_whole_weights_on_tensor_parallel_ranks() -> None:
-    assert run_ranks(2, cut_model) == [QKV | GATED] * 2
 
 
 HEADS = [
