@@ -1,4 +1,4 @@
-"""Layouts: where elements lie."""
+"""Layouts: where elements lie. Plans: digests, and what is loaded when."""
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import Layout, Matrix, build_plan
 from megatron_eopt.layouts.boxes import Boxes
+from megatron_eopt.layouts.plan import places_of
 from tests.unit.layouts.strategies import check, computed, full_matrix, store, stored
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
@@ -63,6 +64,13 @@ def test_what_covers_a_matrix_in_part_or_twice_is_refused(places, which):
     build_plan([Matrix("w", Layout((6, 4), moved()), WHOLE)], [[0]], rank=0, world_size=2)
 
 
+def test_what_is_outside_of_a_matrix_is_refused_even_if_the_matrix_is_covered():
+    below = Boxes.make(rank=0, corner=(6, 0), size=(1, 4), offset=24, stride=4)
+    stored = Layout((6, 4), Boxes.join([WHOLE.boxes, below]))
+    with pytest.raises(ConfigurationError, match=r"w \(storage\).*must hold each element"):
+        build_plan([Matrix("w", stored, WHOLE)], [[0]], rank=0, world_size=1)
+
+
 def test_a_block_does_not_make_up_for_the_one_across_the_diagonal():
     def quarters(row: int, column: int) -> Matrix:
         corner = ([0, 0, row, 2], [0, 2, column, 2])
@@ -103,3 +111,41 @@ def test_fragments_are_slices_of_the_flattened_slab(data, shape):
     assert len(fragment.boxes) <= 3
     if start < stop:
         assert torch.equal(store(fragment, full, 1)[0], whole[holder][start:stop])
+
+
+def exchange_over_tp(shape=(8, 6), owner=0, name="w"):
+    return Matrix(name, Layout.slabs(shape, 1, [0, 1]), Layout.whole(shape, owner))
+
+
+def test_digest_notices_every_difference():
+    def digest(matrix, waves=((0,),), rank=0, element_size=4):
+        plan = build_plan([matrix], waves, rank=rank, world_size=2, element_size=element_size)
+        return plan.digest
+
+    base = digest(exchange_over_tp())
+    assert base == digest(exchange_over_tp(), rank=1)
+    storage, compute = exchange_over_tp().storage, exchange_over_tp().compute
+    assert base not in {
+        digest(exchange_over_tp(owner=1)),
+        digest(exchange_over_tp((8, 8))),
+        digest(exchange_over_tp(name="v")),
+        digest(Matrix("w", storage, compute, "fused")),
+        digest(Matrix("w", Layout.slabs((8, 6), 1, [1, 0]), compute)),
+        digest(exchange_over_tp(), element_size=2),
+    }
+
+
+def test_a_tensor_is_loaded_when_any_rank_needs_it():
+    def fused(name, owner, rank):
+        return Matrix(name, Layout.whole((4, 6), rank), Layout.whole((4, 6), owner), "fused")
+
+    # each rank stores a matrix of it, and computes the other one's
+    matrices = [exchange_over_tp(name="a"), fused("q", 1, 0), fused("k", 0, 1)]
+    for rank in range(2):
+        plan = build_plan(matrices, [[1], [0], [2]], rank=rank, world_size=2)
+        assert plan.loads == (("fused",), ("a",), ())
+    # what stays on its rank has a place there, but none that other waves use before
+    stays = [exchange_over_tp(name="a"), fused("q", 0, 0), fused("k", 1, 1)]
+    for rank, has_place in enumerate([True, False]):
+        plan = build_plan(stays, [[1], [0], [2]], rank=rank, world_size=2)
+        assert ("fused" in places_of(plan)) == has_place
