@@ -42,6 +42,9 @@ def test_a_set_that_diverges_is_refused() -> None:
     for triple in ((30.0, 20.0, 10.0), (1.0, 2.0, float("nan"))):
         with pytest.raises(ConfigurationError, match=r"coefficients=.*in 5 steps: it diverges"):
             resolve_coefficients([triple], 5)
+    # maps [0, 1] to itself, but rounding above 1 grows 25-fold in each step
+    with pytest.raises(ConfigurationError, match="it diverges"):
+        resolve_coefficients([(5.0, -20.0, 16.0)], 12)
     # updates that are zero, or go uphill
     for triple, result in (((0.0, 0.0, 0.0), "0"), ((-1.0, 0.0, 0.0), "-0.001")):
         with pytest.raises(ConfigurationError, match=rf"of 0\.001 into {result} in 5 steps"):
