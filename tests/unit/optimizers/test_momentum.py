@@ -22,18 +22,6 @@ from tests.unit.optimizers.parameters import parameter
 FUSED = qkv((32, 40), (8, 4, 4))
 
 
-def kept(shard, flat, dtype, steps=3):
-    """Return a momentum that is kept some times, having become another in between."""
-    momentum = RoundedMomentum(dtype, [shard], "cpu")
-    state = {"step": torch.zeros(())}
-    momentum.make(0, state, flat)
-    for _ in range(steps):
-        state["step"] += 1
-        momentum.write([0], {0: (state, momentum.read(0, state).lerp(flat, 0.3))})
-    assert state["momentum_buffer"].dtype == FORMATS[dtype].dtype
-    return momentum.read(0, state)
-
-
 def step_in_waves(dtype, cuts):
     """Step a fused parameter, a wave for each matrix; return this rank's part and its momentum."""
     group, rank = (dist.group.WORLD, dist.get_rank()) if cuts else (None, 0)
@@ -68,7 +56,9 @@ def test_blocks_that_lie_whole_on_one_rank_are_not_spoken_about(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", None)
     place = tuple(Fragment(rank, 0, 64 * 6) for rank in range(2))
     shard = StoredParameter("w", whole((6, 128)), 1, 2, place).shard()
-    kept(shard, torch.randn(64 * 6), "int8")
+    momentum, state = RoundedMomentum("int8", [shard], "cpu"), {"step": torch.zeros(())}
+    momentum.make(0, state, torch.randn(64 * 6))
+    momentum.write([0], {0: (state, torch.randn(64 * 6))})
 
 
 def rounded_up(fraction, steps):

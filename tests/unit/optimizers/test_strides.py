@@ -34,11 +34,8 @@ def contiguous(value):
 
 
 def reversed_dimensions(value):
-    return (
-        value.permute(*reversed(range(value.dim())))
-        .contiguous()
-        .permute(*reversed(range(value.dim())))
-    )
+    last_first = [*reversed(range(value.dim()))]
+    return value.permute(last_first).contiguous().permute(last_first)
 
 
 def spread(value):
@@ -90,7 +87,13 @@ def trained(optimizer, weights, grads, states):
     return model, built
 
 
-def check(optimizer, weights, grads, states):
+places = st.lists(st.sampled_from(sorted(PLACES)), min_size=len(SHAPES), max_size=len(SHAPES))
+
+
+@settings(max_examples=12, deadline=None)
+@given(places, places, places)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_strides_give_the_update_of_contiguous_tensors(optimizer, weights, grads, states):
     every = ["contiguous"] * len(SHAPES)
     expected = trained(optimizer, every, every, every)[0]
     model, built = trained(optimizer, weights, grads, states)
@@ -99,16 +102,6 @@ def check(optimizer, weights, grads, states):
         kept = [value for value in built.state[param].values() if isinstance(value, torch.Tensor)]
         for tensor in (param.detach(), param.grad, *kept):
             assert (surroundings(tensor) == REST).all()
-
-
-places = st.lists(st.sampled_from(sorted(PLACES)), min_size=len(SHAPES), max_size=len(SHAPES))
-
-
-@settings(max_examples=12, deadline=None)
-@given(places, places, places)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_any_strides_give_the_update_of_contiguous_tensors(optimizer, weights, grads, states):
-    check(optimizer, weights, grads, states)
 
 
 class Columns(nn.Module):
