@@ -1,10 +1,14 @@
-from math import sqrt
+import gc
+import math
 
 import pytest
 import torch
 
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.live_bytes import LiveBytes
+from megatron_eopt.math.algorithm import IterationPlan
 from megatron_eopt.math.coefficients import coefficient_names, resolve_coefficients, table
+from megatron_eopt.math.newton_schulz import iterate_gram, iterate_standard, normalize, rescaled
 from megatron_eopt.math.orthogonalize import (
     SMALLEST_EPS,
     Orthogonalization,
@@ -129,10 +133,10 @@ def test_matrices_travel_as_the_products_take_them():
 @pytest.mark.parametrize(
     ("mode", "wide", "tall"),
     [
-        ("spectral", sqrt(32), sqrt(32)),
-        ("unit_rms_norm", sqrt(8 / 32), sqrt(32 / 8)),
-        ("shape_scaling", 1.0, sqrt(32 / 8)),
-        ("adamw_rms", 0.2 * sqrt(32), 0.2 * sqrt(32)),
+        ("spectral", math.sqrt(32), math.sqrt(32)),
+        ("unit_rms_norm", math.sqrt(8 / 32), math.sqrt(32 / 8)),
+        ("shape_scaling", 1.0, math.sqrt(32 / 8)),
+        ("adamw_rms", 0.2 * math.sqrt(32), 0.2 * math.sqrt(32)),
     ],
 )
 def test_factors_of_shapes(mode, wide, tall):
@@ -145,3 +149,50 @@ def test_factors_of_shapes(mode, wide, tall):
 def test_a_vector_is_refused(shape):
     with pytest.raises(ConfigurationError, match=r"x=\(3?,?\): must have the shape \(m, n\)"):
         orthogonalize(torch.ones(shape))
+
+
+QUINTIC = resolve_coefficients("quintic", 5)
+
+
+@pytest.mark.parametrize("name", coefficient_names())
+def test_a_rescaled_schedule_has_exact_diagonals_and_the_same_result(name):
+    triples = (*resolve_coefficients(name, 4), (-1.5, 0.5, 0.0), (0.0, 0.0, 1.0))
+    steps, scale = rescaled(triples, 64.0)
+    assert all(first == 0 or math.frexp(abs(first))[0] == 0.5 for first, _, _ in steps)
+    assert 2**-0.5 <= scale / 64 <= 2**0.5
+    x = normalize(gaussian(8, 20).double(), 1e-7, torch.float64)
+    result = iterate_standard(64 * x, steps) / scale
+    assert relative_error(result, iterate_standard(x, triples)) < 1e-11
+
+
+@pytest.mark.parametrize("restarts", [(), (1,), (2, 4), (1, 2, 3, 4)])
+def test_restarts_change_rounding_only(restarts):
+    x = normalize(gaussian(8, 20).double(), 1e-7, torch.float64)
+    expected = iterate_standard(x.clone(), QUINTIC)
+    plan = IterationPlan("gram", restarts, torch.float64)
+    assert relative_error(iterate_gram(x.clone(), QUINTIC, plan), expected) < 1e-11
+
+
+@pytest.mark.parametrize(("algorithm", "steps"), [("standard", 4), ("standard", 5), ("gram", 5)])
+@pytest.mark.parametrize("shape", [(3, 8, 20), (20, 8)])
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+def test_in_place_is_the_same_to_the_bit_in_the_memory_that_was_given(
+    algorithm, steps, shape, precision
+):
+    compute = Orthogonalization(steps=steps, algorithm=algorithm, precision=precision)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(compute.stack_dtype)
+    expected = compute(x)
+    stack = x if x.ndim == 3 else x.unsqueeze(0)
+    compute.factors_(stack, None, shape[-2:])
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+def test_in_place_needs_one_more_iterate_and_the_small_matrices(algorithm):
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    compute = Orthogonalization(algorithm=algorithm)
+    # what earlier tests left behind is not to go meanwhile
+    gc.collect()
+    with LiveBytes() as seen:
+        compute.factors_(x.unsqueeze(0), None, (64, 256))
+    assert seen.peak <= x.nbytes + 6 * 4 * 64 * 64
