@@ -4,7 +4,6 @@ import ast
 import importlib
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +16,9 @@ from megatron_eopt.routing.places import places_in
 from megatron_eopt.routing.splits import find_splits
 from tests.harness.log import listening
 from tests.unit.fsdp2.model import config
-from tests.unit.routing.test_known_transformers import Tiny, make
+from tests.unit.routing.test_known_transformers import Tiny, classes_of, make
 
-timm = pytest.importorskip("timm")
+pytest.importorskip("timm")
 
 THIRDS = re.compile(
     r"(reshape|view)\([^)]*\b3,\s*(self\.)?(num_heads|heads|groups)|chunk\(3, dim=2"
@@ -37,14 +36,10 @@ ELSEWHERE = {
 
 def classes() -> Iterator[tuple[str, str, str]]:
     """Yield the classes of timm with a linear ``qkv``: module, name and source."""
-    (root,) = timm.__path__
-    for file in sorted(Path(root).rglob("*.py")):
-        text = file.read_text()
-        for tree in ast.parse(text).body if "self.qkv" in text else ():
-            source = ast.get_source_segment(text, tree) or ""
-            if isinstance(tree, ast.ClassDef) and "self.qkv = nn.Linear(" in source:
-                home = ".".join(("timm", *file.relative_to(root).with_suffix("").parts))
-                yield home, tree.name, source
+    for home, tree, text in classes_of("timm", "**/*.py", "self.qkv"):
+        source = ast.get_source_segment(text, tree) or ""
+        if "self.qkv = nn.Linear(" in source:
+            yield home, tree.name, source
 
 
 def test_the_table_has_timms_classes_with_queries_before_keys_before_values():
@@ -126,16 +121,12 @@ class Heads(Tiny):
 
 
 def test_queries_and_gates_alternate_by_head():
-    transformers = pytest.importorskip("transformers.models")
-    (folder,) = transformers.__path__
     pattern = re.compile(r"q_proj\(\w+\)\.view\([^)]*head_dim \* 2\)")
-    found = {}
-    for file in sorted(Path(folder).glob("*/modeling_*.py")):
-        text = file.read_text()
-        for tree in ast.parse(text).body if "head_dim * 2" in text else ():
-            source = ast.get_source_segment(text, tree) or ""
-            if isinstance(tree, ast.ClassDef) and pattern.search(source):
-                found[tree.name] = f"transformers.models.{file.parent.name}.{file.stem}"
+    found = {
+        tree.name: home
+        for home, tree, text in classes_of(word="head_dim * 2")
+        if pattern.search(ast.get_source_segment(text, tree) or "")
+    }
     assert found.keys() == set(_GATED_QUERIES)
     for name, home in found.items():
         module = make(home, name, Heads)

@@ -69,21 +69,30 @@ def has_three_dimensions(tree: ast.ClassDef) -> bool:
     return False
 
 
+def classes_of(
+    package: str = "transformers.models", files: str = "*/modeling_*.py", word: str = ""
+) -> Iterator[tuple[str, ast.ClassDef, str]]:
+    """Yield the classes in a package's files with a word: module, tree, and text of the file."""
+    (folder,) = pytest.importorskip(package).__path__
+    for file in sorted(Path(folder).glob(files)):
+        text = file.read_text()
+        home = ".".join((package, *file.relative_to(folder).with_suffix("").parts))
+        for tree in ast.parse(text).body if word in text else ():
+            if isinstance(tree, ast.ClassDef):
+                yield home, tree, text
+
+
 def classes(*, of_each_text: bool) -> Iterator[tuple[str, str]]:
     """Yield the classes of transformers that have 3-D weights, with their modules.
 
     With ``of_each_text`` only the first of those that differ in their names alone.
     """
-    (folder,) = pytest.importorskip("transformers.models").__path__
     texts = set()
-    for file in sorted(Path(folder).glob("*/modeling_*.py")):
-        for tree in ast.parse(file.read_text()).body:
-            if isinstance(tree, ast.ClassDef) and has_three_dimensions(tree):
-                text = "\n".join(map(ast.dump, tree.body))
-                if of_each_text and text in texts:
-                    continue
-                texts.add(text)
-                yield f"transformers.models.{file.parent.name}.{file.stem}", tree.name
+    for home, tree, _ in classes_of():
+        text = "\n".join(map(ast.dump, tree.body))
+        if has_three_dimensions(tree) and not (of_each_text and text in texts):
+            texts.add(text)
+            yield home, tree.name
 
 
 def make(home: str, name: str, tiny: type[Tiny] = Tiny) -> nn.Module:

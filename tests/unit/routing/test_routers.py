@@ -2,7 +2,6 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.routing.places import places_in
 from tests.harness.log import listening
 from tests.unit.fsdp2.model import config
-from tests.unit.routing.test_known_transformers import Tiny, make
+from tests.unit.routing.test_known_transformers import Tiny, classes_of, make
 
 EXPERTS = 5
 WITHOUT = {"VitPoseBackboneMoeMLP"}
@@ -48,12 +47,10 @@ class Mixture(Tiny):
 
 def blocks() -> Iterator[tuple[str, str]]:
     """Yield the classes of transformers that have experts among their children, and modules."""
-    (folder,) = pytest.importorskip("transformers.models").__path__
-    for file in sorted(Path(folder).glob("*/modeling_*.py")):
-        for tree in ast.parse(file.read_text()).body:
-            made = {ast.unparse(n.targets[0]) for n in ast.walk(tree) if isinstance(n, ast.Assign)}
-            if isinstance(tree, ast.ClassDef) and "self.experts" in made:
-                yield f"transformers.models.{file.parent.name}.{file.stem}", tree.name
+    for home, tree, _ in classes_of():
+        made = {ast.unparse(n.targets[0]) for n in ast.walk(tree) if isinstance(n, ast.Assign)}
+        if "self.experts" in made:
+            yield home, tree.name
 
 
 def routers_in(model: nn.Module) -> set[str]:
