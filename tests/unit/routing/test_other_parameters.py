@@ -1,4 +1,4 @@
-"""Gates of recurrent layers, what is no layer's weight, heads of few rows."""
+"""Gates of recurrent layers, what is no layer's weight, heads of few rows, several optimizers."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from tests.harness.log import listening
-from tests.unit.fsdp2.model import config, eager
+from tests.unit.fsdp2.model import config, eager, make_model, named, set_gradients
 
 
 @eager
@@ -172,11 +172,10 @@ class Images(nn.Module):
 
 
 def test_the_first_layer_gets_the_scalar_optimizer_if_it_is_a_convolution():
-    options = {"config": config(print_optimizer_routing=True, muon_convolutions=True)}
-    options["output_layers"] = ["head"]
+    settings = config(print_optimizer_routing=True, muon_convolutions=True)
 
     def routed(model: nn.Module) -> tuple[dict[str, list[str]], list[str]]:
-        return built(model, **options)
+        return built(model, config=settings, output_layers=["*head"])
 
     table, (line,) = routed(Images())
     assert table["stem.weight"] == ["adam", "0.1", "input layer"]
@@ -202,7 +201,7 @@ def test_the_first_layer_gets_the_scalar_optimizer_if_it_is_a_convolution():
     assert not lines
     # behind another layer
     behind = nn.ModuleDict({"embedding": nn.Embedding(8, 16), "images": Images()})
-    table, lines = built(behind, **options | {"output_layers": ["*head"]})
+    table, lines = routed(behind)
     assert table["images.stem.weight"][0] == "muon"
     assert not lines
 
@@ -241,3 +240,25 @@ def test_the_table_folds_repeated_layers_and_ends_in_sums():
     matrices, rest = 64 + 64 + 96 + 16 + 8 * 4 * 9, 64 + 3 * 36 + 4
     assert f"muon 5 parameters, {matrices} numbers" in sums
     assert f"adam 14 parameters, {rest} numbers" in sums
+
+
+@eager
+def test_what_another_optimizer_updates_is_not_said_to_be_lost(caplog):
+    """Several may share a model, each built while the others' parameters are frozen."""
+    model = make_model()
+    optimizers = []
+    for is_mine in (
+        lambda name: name == "up.bias",
+        lambda name: name not in ("up.bias", "tiny.weight"),
+    ):
+        for name, param in named(model).items():
+            param.requires_grad_(is_mine(name))
+        optimizers.append(build_optimizer(model, config()))
+    for param in named(model).values():
+        param.requires_grad_(True)
+    set_gradients(model, 0)
+    for optimizer in optimizers:
+        optimizer.step()
+    texts = [r.getMessage() for r in caplog.records if "frozen when" in r.getMessage()]
+    assert texts
+    assert all(text.startswith("tiny.weight:") for text in texts)
