@@ -32,40 +32,24 @@ def integers(seed, *shape):
 
 
 @pytest.mark.parametrize("is_symmetric", [True, False])
-@pytest.mark.parametrize("along", ["columns", "rows"])
-def test_products_of_matrices_with_rows_or_columns_far_apart(memory, along, is_symmetric):
-    strides = (1, STRIDE) if along == "columns" else (STRIDE, 1)
-
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((SIDE, SIDE), (1, STRIDE)),
+        ((SIDE, SIDE), (STRIDE, 1)),
+        # two strides exceed 32 bits
+        ((3, 16, 16), (BEYOND // 2 + 64, 16, 1)),
+    ],
+    ids=["columns", "rows", "matrices"],
+)
+def test_products_of_columns_rows_or_matrices_far_apart(memory, shape, strides, is_symmetric):
     def far(number, values):
-        place = memory.as_strided((SIDE, SIDE), strides, BEYOND + number * SIDE)
+        place = memory.as_strided(shape, strides, BEYOND + number * 256)
         return place.copy_(values)
 
-    left = integers(0, SIDE, SIDE)
-    right, add = (left.mT if is_symmetric else integers(1, SIDE, SIDE)), integers(2, SIDE, SIDE)
+    left, right, add = (integers(seed, *shape) for seed in range(3))
     add = add + add.mT
-    out = far(3, torch.zeros(SIDE, SIDE))
-    if is_symmetric:
-        right = (given := far(0, left)).mT
-    else:
-        given, right = far(0, left), far(1, right)
-    with interpreted_kernels():
-        products.multiply(given, right, out, far(2, add), symmetric=is_symmetric)
-    exact = left.double() @ right.double() + add
-    assert torch.equal(out, exact.half())
-
-
-@pytest.mark.parametrize("is_symmetric", [True, False])
-def test_products_of_matrices_far_apart(memory, is_symmetric):
-    # two strides exceed 32 bits
-    stride = BEYOND // 2 + 64
-
-    def far(number, values):
-        place = memory.as_strided((3, 16, 16), (stride, 16, 1), BEYOND + number * 256)
-        return place.copy_(values)
-
-    left, right, add = (integers(seed, 3, 16, 16) for seed in range(3))
-    add = add + add.mT
-    given, out = far(0, left), far(3, torch.zeros(16))
+    given, out = far(0, left), far(3, torch.zeros(shape))
     other = given.mT if is_symmetric else far(1, right)
     numbers = {"gamma": 0.0 if is_symmetric else 2.0, "symmetric": is_symmetric}
     with interpreted_kernels():
