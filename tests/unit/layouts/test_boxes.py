@@ -5,27 +5,11 @@ from itertools import product
 import numpy as np
 import pytest
 
-from megatron_eopt.layouts.boxes import (
-    COLUMN,
-    HEIGHT,
-    MATRIX,
-    OFFSET,
-    RANK,
-    ROW,
-    SOURCE,
-    STRIDE,
-    TENSOR,
-    WIDTH,
-    Box,
-    Boxes,
-    cut,
-    matching,
-    ragged_arange,
-    weights_of,
-)
+from megatron_eopt.layouts import boxes as module
+from megatron_eopt.layouts.boxes import Box, Boxes, cut, matching, ragged_arange, weights_of
 
 RNG = np.random.default_rng(0)
-COLUMNS = (RANK, ROW, COLUMN, HEIGHT, WIDTH, OFFSET, STRIDE, SOURCE, MATRIX, TENSOR)
+COLUMNS = "rank row column height width offset stride source matrix tensor".split()
 
 
 def elements(box):
@@ -139,16 +123,15 @@ def test_empty_boxes_are_dropped_and_numbers_broadcast():
     assert joined.take(np.array([True, False, True])).rank.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("column", COLUMNS)
-def test_one_column_is_replaced_in_a_copy(column):
-    boxes = random_boxes(3)
+@pytest.mark.parametrize("name", COLUMNS)
+def test_one_column_is_replaced_in_a_copy(name):
+    boxes, column = random_boxes(3), getattr(module, name.upper())
     before = boxes.table.copy()
     other = boxes.replace(column, [7, 8, 9])
     assert other.table[:, column].tolist() == [7, 8, 9]
     assert (np.delete(other.table, column, 1) == np.delete(before, column, 1)).all()
     assert (boxes.table == before).all()
-    names = "rank row column height width offset stride source matrix tensor".split()
-    assert getattr(other, names[column]).tolist() == [7, 8, 9]
+    assert getattr(other, name).tolist() == [7, 8, 9]
 
 
 def test_equal_numbers_are_matched():
