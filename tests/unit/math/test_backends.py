@@ -17,7 +17,6 @@ from megatron_eopt.math.backends import Backend, register_backend
 from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
 from tests.unit.math.spectra import gaussian
 
-NO_GPU = not torch.cuda.is_available()
 PACKAGES = {"transformer_engine": "transformer-engine", "gram_newton_schulz": "gram-newton-schulz"}
 
 

@@ -155,7 +155,7 @@ def test_rounded_symmetric_products_are_symmetric():
 
 
 @pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("shape", [(256, 256), (256, 512), (512, 256)])
+@pytest.mark.parametrize("shape", [(256, 256), (512, 256)])
 def test_iterations_by_half_products_are_as_accurate_as_by_whole_ones(name, shape):
     x = NAMED[name](*shape, 3)
     reference = orthogonalize(x.double())

@@ -11,10 +11,15 @@ from megatron_eopt.optimizers import host_memory
 from megatron_eopt.optimizers.host_memory import HostMemory, OffloadSettings
 
 
-def waves(arriving, run, batches=()):
-    """Stand in for a redistribution, whose ``run`` gets what loads, computes and stores."""
+def run_waves(memory, state, run, *functions, arriving=((), ()), named=None, owned=(), batches=()):
+    """Let ``run`` be a redistribution that gets functions which load, compute and store."""
     plan = SimpleNamespace(waves=[SimpleNamespace(batches=batches)])
-    return SimpleNamespace(arriving=arriving, plan=plan, run=run)
+    redistribution = SimpleNamespace(arriving=arriving.__getitem__, plan=plan, run=run)
+    found = (
+        (lambda names: [named[n] for n in names]),
+        (lambda matrices: [owned[n] for n in matrices]),
+    )
+    memory.run_waves(redistribution, *functions, *found, state)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +124,8 @@ def test_a_prefetch_is_made_once_and_not_kept_from_a_step_that_failed():
     memory.step_in_chunks([weight], step, state)
     memory.announce([weight], state)
     state[weight]["momentum"].fill_(6)
-    one = waves(lambda _: (), lambda load, *_: load(0, ["weight"]))
-    memory.run_waves(
-        one, lambda *_: step([]), None, None, lambda names: [weight], lambda _: [], state
-    )
+    functions = (lambda *_: step([])), None, None
+    run_waves(memory, state, lambda load, *_: load(0, ["w"]), *functions, named={"w": weight})
     assert seen == [20, 24]
 
 
@@ -178,8 +181,6 @@ def test_waves_fetch_what_they_need_and_what_comes_next():
     def store(results):
         calls.append(([*results], is_home()))
 
-    arriving = [["a"], ["b"], []].__getitem__
-
     def run(fetch, _, write):
         assert fetch(0, ["a"]) == {"a": weight}
         write({"a": weight})
@@ -187,10 +188,7 @@ def test_waves_fetch_what_they_need_and_what_comes_next():
         fetch(1, ["b"])
         write({"b": later})
 
-    two = waves(arriving, run)
-    memory.run_waves(
-        two, load, None, store, lambda names: [named[n] for n in names], lambda _: [], state
-    )
+    run_waves(memory, state, run, load, None, store, named=named, arriving=[["a"], ["b"], []])
     assert calls == [
         (0, ["a"], [False, True], [later]),
         (["a"], [False, True]),
@@ -218,15 +216,7 @@ def test_the_state_of_matrices_is_there_while_they_are_computed_and_that_of_the_
         for batch in batches:
             fetch_and_compute(batch)
 
-    memory.run_waves(
-        waves(lambda _: (), run, batches),
-        None,
-        compute,
-        None,
-        lambda names: [],
-        lambda matrices: [owned[n] for n in matrices],
-        state,
-    )
+    run_waves(memory, state, run, None, compute, None, owned=owned, batches=batches)
     assert calls == [([False, True], [owned[1]]), ([True, False], [])]
     assert is_home() == [True, True]
     assert [state[param]["moment"].sum() for param in owned] == [4, 4]
