@@ -28,7 +28,7 @@ UNEVEN = {
 }
 
 
-def uneven_errors(batched):
+def check_uneven_shards(batched):
     rank = dist.get_rank()
     stored = [
         StoredParameter(name, split, -1, 1, tuple(Fragment(0, *bounds) for bounds in ranges))
@@ -41,26 +41,21 @@ def uneven_errors(batched):
     full = [torch.randn(p.split.shape, generator=generator) for p in stored]
     wants = MatrixExchange(alone, newton_schulz(), ExchangeConfig(batched=batched)).updates(full)
     shards = [p.shard(dist.group.WORLD) for p in stored]
-    result = {}
     for mode in EXACT:
         engine = MatrixExchange(shards, newton_schulz(), ExchangeConfig(mode=mode, batched=batched))
         ranges = [slice(p.fragments[rank].start, p.fragments[rank].stop) for p in stored]
         mine = [x.flatten()[r] for x, r in zip(full, ranges, strict=True)]
         for p, got, want, r in zip(stored, engine.updates(mine), wants, ranges, strict=True):
             piece = want.flatten()[r]
-            error = float((got - piece).norm() / want.norm()) if piece.numel() else 0.0
-            result[mode, p.name] = (error, torch.equal(got, piece))
-    return result
+            # float32 rounding of sums in another order; see test_tp_modes
+            assert (got - piece).norm() < 2e-6 * want.norm(), (mode, p.name)
+            if not batched and mode in ("duplicated", "exchange"):
+                assert torch.equal(got, piece), (mode, p.name)
 
 
 @pytest.mark.parametrize("batched", [True, False])
 def test_uneven_shards(batched):
-    for result in run_ranks(2, uneven_errors, batched):
-        for (mode, name), (error, equal) in result.items():
-            # float32 rounding of sums in another order; see test_tp_modes
-            assert error < 2e-6, (mode, name)
-            if not batched and mode in ("duplicated", "exchange"):
-                assert equal, (mode, name)
+    run_ranks(2, check_uneven_shards, batched)
 
 
 def parameter(**attributes):
@@ -70,43 +65,37 @@ def parameter(**attributes):
     return param
 
 
-def cuts():
-    """Return the cut of each parameter, which nobody has without a group."""
+def check_cuts():
+    """Check the dimension that is cut, and whether both ranks share it, or the rows beside it."""
     cut = parameter(partition_dim=0, tensor_model_parallel=True)
     with pytest.raises(ConfigurationError, match="pg_collection"):
         partition_dim_and_group(cut, None, "auto")
     assert partition_dim_and_group(cut, None, "blockwise") == (-1, None)
+    with pytest.raises(ConfigurationError, match="gtp_remat"):
+        row_group(parameter(is_gtp_weight_remat=True), None, "auto")
     groups = [dist.new_group([0]), dist.new_group([1])]
     alone = groups[dist.get_rank()]
     both = dist.group.WORLD
     collection = SimpleNamespace(tp=both, expt_tp=alone, gtp_remat=alone, expt_gtp_remat=both)
-    result = {}
-    for name, param in {
-        "dense": parameter(partition_dim=1),
-        "expert": parameter(partition_dim=1, allreduce=False),
-        "expert by its other name": parameter(partition_dim=1, expert_tp=True),
-        "not cut": parameter(partition_dim=-1),
-        "Transformer Engine's duplicate": parameter(partition_dim=0, tensor_model_parallel=False),
-        "rematerialized over one rank": parameter(partition_dim=0, is_gtp_weight_remat=True),
-        "rematerialized expert": parameter(is_gtp_weight_remat=True, allreduce=False),
-    }.items():
+    for param, expected in (
+        (parameter(partition_dim=1), (1, True, False)),
+        # experts, by either name
+        (parameter(partition_dim=1, allreduce=False), (-1, False, False)),
+        (parameter(partition_dim=1, expert_tp=True), (-1, False, False)),
+        (parameter(partition_dim=-1), (-1, False, False)),
+        # Transformer Engine's duplicate
+        (parameter(partition_dim=0, tensor_model_parallel=False), (-1, False, False)),
+        # rematerialized: over one rank, and an expert
+        (parameter(partition_dim=0, is_gtp_weight_remat=True), (0, True, False)),
+        (parameter(is_gtp_weight_remat=True, allreduce=False), (-1, False, True)),
+    ):
         dim, group = partition_dim_and_group(param, collection, "auto")
-        result[name] = (dim, group is both, row_group(param, collection, "auto") is both)
-    with pytest.raises(ConfigurationError, match="gtp_remat"):
-        row_group(parameter(is_gtp_weight_remat=True), None, "auto")
-    return result
+        rows = row_group(param, collection, "auto")
+        assert (dim, group is both, rows is both) == expected, vars(param)
 
 
 def test_which_group_cuts_a_parameter():
-    assert run_ranks(2, cuts)[0] == {
-        "dense": (1, True, False),
-        "expert": (-1, False, False),
-        "expert by its other name": (-1, False, False),
-        "not cut": (-1, False, False),
-        "Transformer Engine's duplicate": (-1, False, False),
-        "rematerialized over one rank": (0, True, False),
-        "rematerialized expert": (-1, False, True),
-    }
+    run_ranks(2, check_cuts)
 
 
 @pytest.mark.parametrize(

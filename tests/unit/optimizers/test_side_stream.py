@@ -80,12 +80,8 @@ def trained(wanted):
     }
 
 
-def both_ways():
-    return [trained(wanted) for wanted in ("0", "1")]
-
-
 def test_passes_run_beside_products_in_the_bits_of_one_stream():
-    (((alone, expected), (events, found)),) = run_ranks(1, both_ways)
+    (alone, expected), (events, found) = (run_ranks(1, trained, way)[0] for way in "01")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert {place for place, *_ in alone} == {"main"}
     sides = {place for place, *_ in events} - {"main"}

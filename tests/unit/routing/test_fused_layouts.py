@@ -123,16 +123,12 @@ LATENT = [(False, True, ZEROED), (True, True, ZEROED_FUSED), (False, False, NO_L
 def mla_rank(tp_size: int) -> None:
     modules.set_up(tp_size)
     for fused, low_rank, cases in LATENT:
-        assert zeroed(tp_size, fused, low_rank, cases) == [expected for _, _, expected in cases]
-
-
-def zeroed(tp_size: int, fused: bool, low_rank: bool, cases: list[tuple[str, str, Any]]) -> Any:
-    """Return, for each case, the names of what became zero."""
-    settings = modules.mla_config(tp_size, **({} if low_rank else {"q_lora_rank": None}))
-    module = modules.mla(settings, fused=fused)
-    splits = find_splits(places_in([module]), which=["mla"])
-    assert len(splits) == len({linear for linear, _, _ in cases}) + (0 if low_rank else 2)
-    return [zeros_after(module, splits, tp_size, *case[:2]) for case in cases]
+        settings = modules.mla_config(tp_size, **({} if low_rank else {"q_lora_rank": None}))
+        module = modules.mla(settings, fused=fused)
+        splits = find_splits(places_in([module]), which=["mla"])
+        assert len(splits) == len({linear for linear, _, _ in cases}) + (0 if low_rank else 2)
+        for linear, part, expected in cases:
+            assert zeros_after(module, splits, tp_size, linear, part) == expected
 
 
 def zeros_after(

@@ -351,17 +351,14 @@ def test_quantized_layers_of_torchao_are_routed_as_before():
 
 
 @eager
-def errors_of_empty_weights() -> list[str]:
-    found = []
-    for name, wrap in {"plain": lambda model: model, **WRAPPERS}.items():
+def empty_weights_are_named() -> None:
+    for wrap in (lambda model: model, *WRAPPERS.values()):
         model = wrap(Network(rows=0))
         with pytest.raises(ConfigurationError, match=r"value\.\S*weight\S*=\(0, 8\): has no elem"):
             build_optimizer(model, config())
         # nothing of it is trained, whoever does not train it
         build_optimizer(model, config("adam"))
-        found.append(name)
-    return found
 
 
 def test_an_empty_weight_is_named():
-    assert run_ranks(1, errors_of_empty_weights) == [["plain", *WRAPPERS]]
+    run_ranks(1, empty_weights_are_named)
