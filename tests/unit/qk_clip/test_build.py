@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.qk_clip import clip_qk
@@ -19,40 +20,31 @@ from tests.unit.storage.full_state import Case, build
 from tests.unit.storage.runs import Result, Slab, make_chunk
 
 
-def refusals() -> dict[str, str]:
-    found = {}
+def refused() -> None:
     offloaded = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
     case = Case("adam", {**GROUPED, **MODEL}, config=offloaded)
-    with pytest.raises(ConfigurationError) as error:
+    text = "optimizer_cpu_offload keeps main weights inside megatron-core's hybrid"
+    with pytest.raises(ConfigurationError, match=text):
         build(case)
-    found["offload"] = str(error.value)
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, use_distributed_optimizer=True)
-    for model, name, module in (
-        ({**GROUPED, **MODEL}, "q_layernorm", torch.nn.LayerNorm(8)),
-        ({**GROUPED, **MODEL}, "core_attention", torch.nn.Identity()),
-        ({**LATENT, **MODEL}, "linear_kv_up_proj.weight.requires_grad", False),
+    for model, name, module, text in (
+        (GROUPED, "q_layernorm", nn.LayerNorm(8), "before a norm of queries and keys"),
+        (GROUPED, "core_attention", nn.Identity(), "SelfAttention with Identity does not record"),
+        (LATENT, "linear_kv_up_proj.weight.requires_grad", False, "some are frozen"),
     ):
-        chunk = make_chunk(Case("muon", model).run)
+        chunk = make_chunk(Case("muon", {**model, **MODEL}).run)
         *path, last = name.split(".")
         setattr(functools.reduce(getattr, path, next(attentions(chunk))), last, module)
-        with pytest.raises(ConfigurationError) as error:
+        with pytest.raises(ConfigurationError, match=text):
             get_megatron_optimizer(config, [chunk])
-        found[name] = str(error.value)
-    return found
 
 
 def test_what_cannot_be_clipped_is_refused_when_built():
-    found = run_ranks(1, refusals)[0]
-    assert "before a norm of queries and keys" in found["q_layernorm"]
-    assert (
-        "optimizer_cpu_offload keeps main weights inside megatron-core's hybrid" in found["offload"]
-    )
-    assert "SelfAttention with Identity does not record" in found["core_attention"]
-    assert "some are frozen" in found["linear_kv_up_proj.weight.requires_grad"]
+    run_ranks(1, refused)
 
 
-def recorded(model: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return what attention records in two microbatches, and the float64 maxima of its inputs."""
+def check_records(model: dict[str, Any]) -> None:
+    """Compare what attention records in two microbatches with float64 maxima of its inputs."""
     chunk, optimizer = build(Case("muon", {**model, **MODEL}))
     expected: dict[int, torch.Tensor] = {}
 
@@ -73,20 +65,20 @@ def recorded(model: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         )
     for seed in range(2):
         train_step([chunk], optimizer, [synthetic_batch(2 * seed), synthetic_batch(2 * seed + 1)])
-        expected_now = [expected.pop(a.layer_number) for a in attentions(chunk)]
         mine = [a.core_attention.current_max_attn_logits for a in attentions(chunk)]
         chunk.eval()
         assert clip_qk([chunk], log_max_only=True) == max(float(m.max()) for m in mine)
         chunk.train()
-    return list(zip(mine, expected_now, strict=True))
+        for attention, logits in zip(attentions(chunk), mine, strict=True):
+            assert logits.shape == (4,)
+            # float32 products of at most 32 terms
+            exact = expected.pop(attention.layer_number)
+            torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("model", [GROUPED, LATENT], ids=["GQA", "MLA"])
 def test_local_attention_records_the_largest_logit_of_each_head(model):
-    for mine, expected in run_ranks(1, recorded, model)[0]:
-        assert mine.shape == (4,)
-        # float32 products of at most 32 terms
-        torch.testing.assert_close(mine.double(), expected, rtol=1e-5, atol=1e-6)
+    run_ranks(1, check_records, model)
 
 
 @eager
