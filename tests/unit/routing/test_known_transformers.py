@@ -278,18 +278,12 @@ def test_gate_and_up_are_halves_only_where_that_is_known(cls, is_known):
     assert any("look fused" in line for line in lines) != is_known
 
 
-class FlatExperts(nn.Module):
-    """All experts in rows of one matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_local_experts = 3
-        self.weight = nn.Parameter(torch.randn(12, 6))
-
-
 @eager
 def test_experts_in_one_2d_weight_look_fused():
-    weights = [("experts.weight", FlatExperts())]
+    # all experts in rows of one matrix
+    flat: Any = nn.ParameterDict({"weight": torch.randn(12, 6)})
+    flat.num_local_experts = 3
+    weights = [("experts.weight", flat)]
     if find_spec("transformers"):
         home = importlib.import_module("transformers.models.dbrx.modeling_dbrx")
         sizes = {"hidden_size": 6, "ffn_hidden_size": 4, "moe_num_experts": 3, "ffn_act_fn": {}}

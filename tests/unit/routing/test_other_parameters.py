@@ -26,12 +26,7 @@ def built(model: nn.Module, **options: Any) -> tuple[dict[str, list[str]], list[
     ]
 
 
-class OwnCell(nn.Module):
-    """A layer from elsewhere, with torch's names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight_ih, self.weight_hh = (nn.Parameter(torch.randn(18, n)) for n in (8, 6))
+CELL = {"weight_ih", "weight_hh"}
 
 
 @pytest.mark.parametrize(
@@ -41,9 +36,10 @@ class OwnCell(nn.Module):
         (nn.GRU(8, 6), {"weight_ih_l0", "weight_hh_l0"}),
         (nn.GRU(8, 6, bidirectional=True, num_layers=2), {"weight_ih_l1_reverse", "weight_hh_l0"}),
         (nn.LSTM(8, 6, proj_size=4), {"weight_ih_l0", "weight_hh_l0"}),
-        (nn.LSTMCell(8, 6), {"weight_ih", "weight_hh"}),
-        (nn.GRUCell(8, 6), {"weight_ih", "weight_hh"}),
-        (OwnCell(), {"weight_ih", "weight_hh"}),
+        (nn.LSTMCell(8, 6), CELL),
+        (nn.GRUCell(8, 6), CELL),
+        # from elsewhere, with torch's names
+        (nn.ParameterDict({n: torch.randn(18, 6) for n in CELL}), CELL),
         (nn.RNN(8, 6), set()),
         (nn.RNNCell(8, 6), set()),
     ],

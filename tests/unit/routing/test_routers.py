@@ -94,13 +94,10 @@ class TokenChoice(nn.Module):
         self.gate = nn.Linear(dim, experts, bias=False)
 
 
-class Grouped(nn.Module):
-    """Experts whose weights are 3-D parameters."""
-
-    def __init__(self, dim: int, hidden: int, experts: int) -> None:
-        super().__init__()
-        self.w1 = nn.Parameter(torch.randn(experts, hidden, dim))
-        self.w2 = nn.Parameter(torch.randn(experts, dim, hidden))
+def grouped(dim: int, hidden: int, experts: int) -> nn.Module:
+    """Return experts whose weights are 3-D parameters."""
+    shapes = {"w1": (experts, hidden, dim), "w2": (experts, dim, hidden)}
+    return nn.ParameterDict({name: torch.randn(shape) for name, shape in shapes.items()})
 
 
 def as_list(dim: int, hidden: int, experts: int) -> nn.Module:
@@ -128,7 +125,7 @@ CHOICES = {
     "in a module": lambda: TokenChoice(8, EXPERTS),
     "compiled": lambda: torch.compile(TokenChoice(8, EXPERTS)),
 }
-KINDS = {"grouped": lambda: Grouped(8, 16, EXPERTS), "a list": lambda: as_list(8, 16, EXPERTS)}
+KINDS = {"grouped": lambda: grouped(8, 16, EXPERTS), "a list": lambda: as_list(8, 16, EXPERTS)}
 OFF = config(muon_orthogonalize_router=False)
 
 
