@@ -35,10 +35,7 @@ def check_against_torch():
         mesh = init_device_mesh("cpu", mesh_shape)
         full = torch.arange(float(np.prod(shape))).view(shape)
         check_local(distribute_tensor(full, mesh, placements), full, rank)
-    check_fsdp_on_tp(rank)
-
-
-def check_fsdp_on_tp(rank):
+    # FSDP over tensor parallelism
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for placement in (Shard(0), Shard(1)):
         linear = torch.nn.Linear(5, 10, bias=False)
