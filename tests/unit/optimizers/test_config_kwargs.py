@@ -141,14 +141,10 @@ def test_an_error_says_what_an_optimizer_of_ones_own_lacks(monkeypatch):
         build_optimizer(nn.Linear(4, 4), config)
 
 
-def test_an_error_names_the_fields_in_its_hint():
-    config = EmergingOptimizerConfig(optimizer="muon", lr=0.1, muon_algorithm="gram")
-    config.muon_backend = "emerging_optimizers"
-    with pytest.raises(ConfigurationError, match=r"muon_algorithm='auto' or muon_backend='torch'"):
-        build_optimizer(nn.Linear(4, 4), config)
-
-
-def test_an_error_about_an_override_names_the_override():
+def test_an_error_names_the_fields_in_its_hint_or_the_override():
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.1)
     with pytest.raises(ConfigurationError, match=r"raised an error: num_ns_steps=0"):
         build_optimizer(nn.Linear(4, 4), config, {ParamKey(name="*weight"): {"num_ns_steps": 0}})
+    config.muon_algorithm, config.muon_backend = "gram", "emerging_optimizers"
+    with pytest.raises(ConfigurationError, match=r"muon_algorithm='auto' or muon_backend='torch'"):
+        build_optimizer(nn.Linear(4, 4), config)

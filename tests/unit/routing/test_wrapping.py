@@ -20,9 +20,7 @@ from torch.nn.utils import parametrize
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.config.settings import resolve
-from megatron_eopt.contrib import megatron_fsdp_v2 as _v2  # noqa: F401  registers itself
 from megatron_eopt.megatron_fsdp import build_optimizer
-from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
 from megatron_eopt.routing.outputs import OUTPUT_LAYERS, output_layers
 from megatron_eopt.routing.parameters import trainable_parameters
 from megatron_eopt.routing.places import ModelWalk, places_in
