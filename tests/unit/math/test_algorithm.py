@@ -108,7 +108,5 @@ def test_an_own_schedule_restarts_where_gram_is_asked_for():
 
 @pytest.mark.parametrize(("short_side", "dtype"), [(255, torch.float32), (256, torch.float16)])
 def test_gram_products_of_small_matrices_have_float32_operands(short_side, dtype):
-    plan = choose_algorithm(
-        (short_side, 600), torch.float32, "medium", resolve_coefficients("quintic", 5), "gram"
-    )
+    plan = choose_algorithm((short_side, 600), F32, "medium", QUINTIC, "gram")
     assert plan.stable(short_side).dtype == dtype

@@ -19,8 +19,6 @@ from megatron_eopt.math.low_precision import (
 SPACING = {"bf16": 2.0**-7, "fp8": 2.0**-3, "int8": None}
 """Between neighbours, of the power of two below them."""
 
-SUBNORMAL = {"fp8": 2.0**-9}
-
 
 def noise(count: int, key: int = 1) -> torch.Tensor:
     return noise_of(torch.tensor(hashed(key)), torch.arange(count))
@@ -57,7 +55,7 @@ def spacing(values: torch.Tensor, name: str) -> torch.Tensor:
     scale = torch.exp2(
         (exact.amax(dim=1, keepdim=True) / largest).clamp(min=2.0**-126).log2().ceil()
     )
-    return scale.expand_as(own) if name == "int8" else torch.maximum(own, SUBNORMAL[name] * scale)
+    return scale.expand_as(own) if name == "int8" else torch.maximum(own, 2.0**-9 * scale)
 
 
 @pytest.mark.parametrize("name", FORMATS)

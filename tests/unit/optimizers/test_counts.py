@@ -13,17 +13,14 @@ from tests.harness.collectives import counted
 from tests.harness.shards import StoredParameter, newton_schulz
 
 
-def stored(name, split, dim, size):
-    numel = torch.Size(split.shape).numel() // size
-    return StoredParameter(
-        name, split, dim, size, tuple(Fragment(r, 0, numel) for r in range(size))
-    )
-
-
 def run_counted(parameters, mode, precision="highest", wave_bytes=64 << 20, algorithm="auto"):
     """Return the calls of one step, the number of waves, and what the plan says about itself."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    built = [stored(f"w{i}", split, dim, size) for i, (split, dim) in enumerate(parameters)]
+    built = []
+    for number, (split, dim) in enumerate(parameters):
+        numel = torch.Size(split.shape).numel() // size
+        fragments = tuple(Fragment(part, 0, numel) for part in range(size))
+        built.append(StoredParameter(f"w{number}", split, dim, size, fragments))
     shards = [parameter.shard(dist.group.WORLD) for parameter in built]
     engine = MatrixExchange(
         shards,

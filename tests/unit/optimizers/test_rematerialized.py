@@ -34,12 +34,6 @@ def piece_of(matrix, dim, padding):
     return padded.chunk(pieces)[number].contiguous(), counted
 
 
-def as_megatrons_step(optimizer, param, grad, tp_group, dim):
-    """Call the method that megatron-core's own Muon and its tests call."""
-    named = None if dim == -1 or optimizer.tp_mode == "blockwise" else dim
-    return optimizer.scaled_orthogonalize_fn_with_gtp_remat(param, grad, tp_group, named)
-
-
 def check_updates(tp, gtp, dim, padding):
     """Compare this rank's updates with the reference, and their padding with zero."""
     initialize_megatron(tp=tp, gtp=gtp)
@@ -57,9 +51,12 @@ def check_updates(tp, gtp, dim, padding):
             expected = piece_of(_alone(whole()), dim, padding)[0]
         elif counted:
             expected[:counted] = _alone(piece[:counted])
+        # what megatron-core's own Muon and its tests call
+        call = optimizer.scaled_orthogonalize_fn_with_gtp_remat
+        named = None if dim == -1 or mode == "blockwise" else dim
         for name, update in (
             ("step", optimizer.orthogonalize(param, piece)),
-            ("call", as_megatrons_step(optimizer, param, piece, collection.tp, dim)),
+            ("call", call(param, piece, collection.tp, named)),
         ):
             assert (update - expected).abs().max() < 1e-5, (mode, name)
             assert not update[counted:].any(), (mode, name)

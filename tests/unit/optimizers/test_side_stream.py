@@ -30,16 +30,12 @@ class Streams:
         streams = self
 
         class Stream:
-            def __init__(self):
-                streams.made += 1
-                self.name = f"side {streams.made}"
+            def __init__(self, name=""):
+                streams.made += not name
+                self.name = name or f"side {streams.made}"
 
             def wait_stream(self, other):
                 streams.events.append((self.name, "waits for", other.name))
-
-        class Current(Stream):
-            def __init__(self, name):
-                self.name = name
 
         @contextmanager
         def stream(one):
@@ -51,7 +47,7 @@ class Streams:
 
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "stream", stream)
-        patch.setattr(torch.cuda, "current_stream", lambda: Current(streams.current))
+        patch.setattr(torch.cuda, "current_stream", lambda: Stream(streams.current))
         patch.setattr(gpu, "is_there", lambda: True)
 
 

@@ -57,12 +57,6 @@ def cut(full: torch.Tensor, case: Case, size: int, rank: int) -> torch.Tensor:
     return torch.cat([section.chunk(size, -2)[rank] for section in sections], -2)
 
 
-def full_gradients(step: int) -> list[torch.Tensor]:
-    """Return the gradients of a step, the same on every rank."""
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randn(case.split.shape, generator=generator) for case in CASES.values()]
-
-
 def muon(
     size: int, rank: int, mode: str, group: dist.ProcessGroup | None = None, **settings: Any
 ) -> TensorParallelMuon:
@@ -90,9 +84,9 @@ def muon(
 
 
 def step(optimizer: TensorParallelMuon, number: int, size: int, rank: int) -> None:
-    params = optimizer.param_groups[0]["params"]
-    for param, case, grad in zip(params, CASES.values(), full_gradients(number), strict=True):
-        param.grad = cut(grad, case, size, rank)
+    generator = torch.Generator().manual_seed(number)
+    for param, case in zip(optimizer.param_groups[0]["params"], CASES.values(), strict=True):
+        param.grad = cut(torch.randn(case.split.shape, generator=generator), case, size, rank)
     optimizer.step()
 
 

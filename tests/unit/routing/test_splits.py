@@ -209,12 +209,9 @@ def test_a_split_that_does_not_fit_is_an_error(attributes: dict[str, Any], words
         find_splits(places_in([model]), which=ALL)
 
 
-class GatedLayers(nn.ModuleDict):
-    is_concatenated = True
-
-
 def test_what_packed_tensor_parallelism_cuts_is_not_split() -> None:
-    model: Any = GatedLayers({"gate_up_proj": nn.Linear(4, 12), "down_proj": nn.Linear(6, 4)})
+    model: Any = nn.ModuleDict({"gate_up_proj": nn.Linear(4, 12), "down_proj": nn.Linear(6, 4)})
+    model.is_concatenated = True
     weight, packed = model.gate_up_proj.weight, _StridedShard(0, split_factor=2)
     weight.placements = (packed, Shard(0))  # FSDP2 over tensor parallelism
     assert table(model) == {"gate_up_proj.weight": ("gated", (12, 4), "gate 6 | up 6")}
