@@ -106,7 +106,7 @@ def test_what_is_lost_by_rounding_is_made_up_for_over_the_steps():
 
 
 def test_what_is_loaded_is_rounded_to_the_nearest():
-    (shard,) = (StoredParameter("w", whole((8, 40)), -1, 1, (Fragment(0, 0, 320),)).shard(None),)
+    shard = StoredParameter("w", whole((8, 40)), -1, 1, (Fragment(0, 0, 320),)).shard()
     exact = parameter(8, 40).detach().view(1, -1)
     momentum, state = RoundedMomentum("bf16", [shard], "cpu"), {"step": torch.tensor(3.0)}
     momentum.make(0, state, exact)

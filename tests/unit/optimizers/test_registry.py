@@ -36,8 +36,7 @@ def _train(names: list[str]) -> None:
                     param.data = SinkhornMapper(num_iters=50)(param.data.abs())
         optimizer = get_megatron_optimizer(config, [chunk])
         assert optimizer.chained_optimizers[0].optimizer.param_groups[0]["optimizer"] == name
-        batch = [synthetic_batch(0)]
-        losses = [train_step([chunk], optimizer, batch) for _ in range(5)]
+        losses = [train_step([chunk], optimizer, [synthetic_batch(0)]) for _ in range(5)]
         assert losses[-1] < losses[0], name
 
 

@@ -31,10 +31,6 @@ from tests.unit.storage.runs import DENSE, Result, deviation, weights
 BF16 = 2  # bytes of an element
 
 
-def homes(shapes):
-    return np.arange(len(shapes))
-
-
 def busiest(shapes, world_size, found):
     loads = np.zeros(world_size)
     for shape, team in zip(shapes, found, strict=True):
@@ -50,7 +46,7 @@ def alone(shapes, world_size):
 @pytest.mark.parametrize(("world_size", "times"), [(256, 2), (512, 4), (1024, 8)])
 def test_the_busiest_rank_of_many_has_so_many_times_less_to_do(world_size, times):
     shapes = MODELS["Llama-3-8B"]
-    found = assign_teams(shapes, world_size, 8, BF16, homes(shapes))
+    found = assign_teams(shapes, world_size, 8, BF16, np.arange(len(shapes)))
     assert alone(shapes, world_size) / busiest(shapes, world_size, found) == pytest.approx(times)
     for team in found:
         first = team[0]
@@ -61,7 +57,7 @@ def test_the_busiest_rank_of_many_has_so_many_times_less_to_do(world_size, times
 @pytest.mark.parametrize("world_size", [8, 128])
 def test_where_work_is_enough_matrices_stay_whole(world_size):
     shapes = MODELS["Llama-3-8B"]
-    assert assign_teams(shapes, world_size, 8, BF16, homes(shapes)) is None
+    assert assign_teams(shapes, world_size, 8, BF16, np.arange(len(shapes))) is None
 
 
 @contextmanager
@@ -80,7 +76,7 @@ def free_talk() -> Iterator[None]:
 def test_a_team_never_makes_the_busiest_rank_busier(sizes, world_size, largest):
     shapes = [(64 * a, 64 * b) for a, b in sizes]
     with free_talk():
-        found = assign_teams(shapes, world_size, largest, 4, homes(shapes) % world_size)
+        found = assign_teams(shapes, world_size, largest, 4, np.arange(len(shapes)) % world_size)
     if found is not None:
         assert busiest(shapes, world_size, found) < alone(shapes, world_size)
         assert max(map(len, found)) <= min(largest, world_size)

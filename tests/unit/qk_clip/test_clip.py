@@ -132,10 +132,6 @@ LAYOUTS = {
 USUAL = ("MLA TP 2 x DP 2", "experts")
 
 
-def with_dtype(model: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {**model, "dtype": dtype}
-
-
 def assert_as_alone(case: Case, bound: float, *runs: list[Clipped]) -> None:
     """Compare what the ranks of each run have with what one process has."""
     expected = run_ranks(1, clipped, replace(case, parallel={}, **REPLICATED))
@@ -151,7 +147,7 @@ def assert_as_alone(case: Case, bound: float, *runs: list[Clipped]) -> None:
 def test_every_layout_clips_as_one_process_does(name):
     model, world, parallel = LAYOUTS[name]
     for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
-        case = case_of(with_dtype(model, dtype), parallel=parallel)
+        case = case_of(model | {"dtype": dtype}, parallel=parallel)
         found = []
         for ddp in (INSTANCES,) if name == "instances" else (SHARDED, PLAIN):
             config = {"use_distributed_optimizer": ddp["use_distributed_optimizer"]}
@@ -167,7 +163,7 @@ def clipped_with_two_optimizers(case: Case) -> Clipped:
 
 
 def test_main_weights_of_the_later_optimizer_are_clipped():
-    case = case_of(with_dtype(GROUPED, torch.bfloat16), **REPLICATED)
+    case = case_of(GROUPED | {"dtype": torch.bfloat16}, **REPLICATED)
     found, expected = (run_ranks(1, way, case)[0] for way in (clipped_with_two_optimizers, clipped))
     assert found.is_rounding
     assert_same(found.weights, expected.weights)
@@ -195,7 +191,7 @@ def test_an_interleaved_pipeline_clips_as_one_process_does():
 )
 def test_parameters_may_be_gathered_before_or_after(dtype):
     off_load = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
-    case = case_of(with_dtype(GROUPED, dtype), ddp=SHARDED)
+    case = case_of(GROUPED | {"dtype": dtype}, ddp=SHARDED)
     expected = run_ranks(2, clipped, case)
     for way in (
         (replace(case, ddp=OVERLAPPED), True),
