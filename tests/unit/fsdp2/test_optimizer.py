@@ -106,17 +106,6 @@ def test_only_overrides_of_weight_decay_give_it_to_vectors(override, decay):
     assert {settings[1:] for settings in found.values()} == {(0.25, 0.1)}
 
 
-def test_an_output_layer_is_named_by_its_path(caplog):
-    model = make_model()
-    model.classifier, model.lm_head = model.lm_head, None
-    settings = config(print_optimizer_routing=True)
-    assert groups_of(model, build_optimizer(model, settings))["classifier.weight"][0] == "muon"
-    assert "| classifier.weight " in caplog.text
-    assert "output_layers=['classifier']" in caplog.text
-    named = build_optimizer(model, config(), output_layers=["class*"])
-    assert groups_of(model, named)["classifier.weight"][0] == "adam"
-
-
 def test_compiled_modules_have_the_names_of_others():
     model = make_model()
     model.output, model.lm_head = model.lm_head, None
