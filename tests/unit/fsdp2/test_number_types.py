@@ -138,28 +138,6 @@ def test_float64_matrices_get_the_update_of_float32_ones(optimizer):
     assert far(*found)[0] < 1e-6
 
 
-def test_a_fourier_layer_learns_a_shift():
-    torch.manual_seed(0)
-
-    class Fourier(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.factors = nn.Parameter(torch.ones(9, dtype=torch.complex64))
-
-        def forward(self, x):
-            return torch.fft.irfft(torch.fft.rfft(x) * self.factors, n=16)
-
-    model = Fourier()
-    optimizer = build_optimizer(model, config("adam", lr=0.05, weight_decay=0.0))
-    x = torch.randn(32, 16)
-    for _ in range(200):
-        loss = (model(x) - x.roll(3, -1)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 1e-3
-
-
 @eager
 def sharded():
     model = Parameters([((6, 4), dtype) for dtype in KINDS])
