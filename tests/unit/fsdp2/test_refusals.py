@@ -62,15 +62,6 @@ def test_what_megatron_fsdp_shards_needs_its_import(layout, hint):
     assert hint in run_ranks(1, of_megatron_fsdp, layout)[0]
 
 
-def test_frozen_parameters_are_left_out():
-    model = make_model()
-    model.tiny.weight.requires_grad_(False)
-    optimizer = build_optimizer(model, config())
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    assert id(model.tiny.weight) not in held
-    assert id(model.up.weight) in held
-
-
 def refused(model, settings):
     with pytest.raises(ConfigurationError) as error:
         build_optimizer(model, settings)
