@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_eopt import TensorParallelMuon, get_megatron_optimizer, register_optimizer
-from megatron_eopt.base.errors import ConfigurationError, NonFiniteError
+from megatron_eopt.base.errors import NonFiniteError
 from megatron_eopt.config.keys import ParamKey, get_standard_config_overrides
 from megatron_eopt.config.registry import is_registered
 from megatron_eopt.extending import MuonRule
@@ -368,15 +368,3 @@ def test_every_rule_with_any_settings_has_the_bits_of_a_plain_step():
     seeds = [random.randrange(10**6) for _ in range(6)]
     for differing in run_ranks(2, compare, seeds, timeout=300):
         assert not differing
-
-
-def refused() -> str:
-    initialize_megatron()
-    with pytest.raises(ConfigurationError) as caught:
-        build(torch.float32, True, {}, overlap_param_gather=False)
-    return str(caught.value)
-
-
-def test_what_gathers_at_once_is_refused():
-    message = run_ranks(1, refused)[0]
-    assert "needs overlap_param_gather=True" in message
