@@ -205,7 +205,10 @@ def gradient(name, shape, step):
 def set_gradients(model, step):
     for name, param in named(model).items():
         dtype = getattr(param, "grad_dtype", None) or param.dtype
-        grad = shard(gradient(name, param.shape, step).to(dtype), param)
+        full = gradient(name, param.shape, step)
+        if param.is_complex():
+            full = torch.complex(full, gradient(name + "'", param.shape, step))
+        grad = shard(full.to(dtype), param)
         # Megatron-FSDP leaves empty shards without one
         is_empty = hasattr(param, "megatron_fsdp_dist_index") and not grad.to_local().numel()
         param.grad = None if is_empty else grad
@@ -242,14 +245,20 @@ def config(optimizer="muon", **fields):
     return EmergingOptimizerConfig(optimizer=optimizer, **fields)
 
 
+def stepped(model, optimizer, *numbers):
+    """Step with the gradients of these numbers; return the weights."""
+    for number in numbers:
+        set_gradients(model, number)
+        optimizer.step()
+    return weights(model)
+
+
 @eager
 def train(layout, settings, steps=STEPS, dtype=torch.float32):
     """Return the model and its optimizer after some steps with injected gradients."""
     model = make_model(layout, dtype)
     optimizer = build_optimizer(model, settings)
-    for step in range(steps):
-        set_gradients(model, step)
-        optimizer.step()
+    stepped(model, optimizer, *range(steps))
     return model, optimizer
 
 

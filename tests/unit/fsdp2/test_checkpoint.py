@@ -32,8 +32,8 @@ from tests.unit.fsdp2.model import (
     is_managed,
     make_model,
     named,
-    set_gradients,
     shard,
+    stepped,
     train,
     weights,
     whole,
@@ -65,11 +65,6 @@ def whole_state(model, optimizer):
     }
 
 
-def step(model, optimizer, number):
-    set_gradients(model, number)
-    optimizer.step()
-
-
 def begun(layout, name):
     return train(layout, VARIANTS[name], steps=3)
 
@@ -84,8 +79,7 @@ def save(folder, layout, names, begin=begun):
         state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         checkpoint.save(state, checkpoint_id=f"{folder}/{name}")
         wholes[name] = whole_state(model, optimizer), weights(model)
-        step(model, optimizer, 3)
-        wholes[name] += (weights(model),)
+        wholes[name] += (stepped(model, optimizer, 3),)
     return wholes
 
 
@@ -103,9 +97,7 @@ def load(folder, layout, saved, variants=VARIANTS):
         checkpoint.load(loaded, checkpoint_id=f"{folder}/{name}", no_dist=layout == "plain")
         set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
         assert optimizer.param_groups[0]["lr"] == 0.03
-        found = whole_state(model, optimizer)
-        step(model, optimizer, 3)
-        results[name] = found, weights(model)
+        results[name] = whole_state(model, optimizer), stepped(model, optimizer, 3)
     return results
 
 
@@ -187,10 +179,7 @@ def resumed(name, form):
     other, following = train("fsdp", config(name), steps=3)
     saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FORMS[form]))
     set_optimizer_state_dict(other, following, saved, options=FORMS[form])
-    for number in (3, 4):
-        step(model, optimizer, number)
-        step(other, following, number)
-    return far(weights(model), weights(other))[0]
+    return far(stepped(model, optimizer, 3, 4), stepped(other, following, 3, 4))[0]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +206,7 @@ def with_other_overrides(folder, snippet, before, after):
     """Return rates after the page's snippet has loaded a checkpoint of other overrides."""
     model = make_model("fsdp")
     optimizer = build_optimizer(model, config(), before)
-    step(model, optimizer, 0)
+    stepped(model, optimizer, 0)
     saved = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     checkpoint.save(saved, checkpoint_id=folder)
     other = build_optimizer(model, config(), after)
@@ -245,8 +234,7 @@ def torch_muon(names: tuple[str, ...] = NO_STACKS) -> tuple[Any, Any]:
     model = make_model()
     params = dict(model.named_parameters())
     muon = torch.optim.Muon([(name, params[name]) for name in names], lr=0.02)
-    for number in range(3):
-        step(model, muon, number)
+    stepped(model, muon, 0, 1, 2)
     return model, muon
 
 

@@ -25,14 +25,14 @@ from tests.unit.fsdp2.model import (
     far,
     make_model,
     named,
-    set_gradients,
-    weights,
+    stepped,
     whole,
 )
 from tests.unit.storage import runs
 from tests.unit.storage.runs import OVERLAP, PLAIN, SHARDED, Run, gradients, make_chunk
 
 STEPS = 3
+LATER = range(STEPS, STEPS + 2)
 
 
 def cleared(optimizer, params):
@@ -114,13 +114,6 @@ def build(model, variant, **fields):
     return optimizer
 
 
-def stepped(model, optimizer, first, count=2):
-    for number in range(first, first + count):
-        set_gradients(model, number)
-        optimizer.step()
-    return weights(model)
-
-
 @eager
 def resets(layout, variants, ways, **fields):
     """Return how far two steps after each reset are from those of a new optimizer."""
@@ -129,11 +122,11 @@ def resets(layout, variants, ways, **fields):
         for way in ways:
             model = model_for(variant, layout)
             optimizer = build(model, variant, **fields)
-            stepped(model, optimizer, 0, STEPS)
+            stepped(model, optimizer, *range(STEPS))
             other = copied(model, layout)
             way(optimizer, list(optimizer.names))
-            continued = stepped(model, optimizer, STEPS)
-            fresh = stepped(other, build(other, variant, **fields), STEPS)
+            continued = stepped(model, optimizer, *LATER)
+            fresh = stepped(other, build(other, variant, **fields), *LATER)
             found[variant, way.__name__] = far(continued, fresh)[0]
     return found
 
@@ -172,12 +165,12 @@ def test_off_loaded(variant):
 def test_one_parameters_state(variant):
     model = make_model()
     optimizer = build(model, variant)
-    stepped(model, optimizer, 0, STEPS)
+    stepped(model, optimizer, *range(STEPS))
     other = copied(model)
-    fresh = stepped(other, build(other, variant), STEPS)
+    fresh = stepped(other, build(other, variant), *LATER)
     param = named(model)["down.weight"]
     del optimizer.state[param]
-    found = stepped(model, optimizer, STEPS)
+    found = stepped(model, optimizer, *LATER)
     assert torch.equal(found["down.weight"], fresh["down.weight"])
     assert not torch.equal(found["wide.weight"], fresh["wide.weight"])
 
@@ -185,10 +178,10 @@ def test_one_parameters_state(variant):
 def test_the_state_is_there_again_to_be_saved():
     model = make_model()
     optimizer = build(model, "soap")
-    stepped(model, optimizer, 0, 1)
+    stepped(model, optimizer, 0)
     before = optimizer.state_dict()
     optimizer.state.clear()
-    stepped(model, optimizer, 0, 1)
+    stepped(model, optimizer, 0)
     after = optimizer.state_dict()
     assert {n: s.keys() for n, s in before["state"].items()} == {
         n: s.keys() for n, s in after["state"].items()
@@ -220,10 +213,10 @@ def users_keys(layout, variants):
         for form in (by_optimizer, by_torch):
             model = make_model(layout)
             optimizer = build(model, variant)
-            stepped(model, optimizer, 0, 1)
+            stepped(model, optimizer, 0)
             look_ahead(model, optimizer)
             kept = {name: whole(param) for name, param in named(model).items()}
-            stepped(model, optimizer, 1, 1)
+            stepped(model, optimizer, 1)
             saved = form(model, optimizer)
             for is_there in (False, True):
                 other = copied(model, layout)
@@ -258,7 +251,7 @@ def test_a_users_own_state_on_shards(variant):
 def test_a_users_own_state_needs_no_counterpart(before, after):
     model = make_model()
     optimizer = build(model, before)
-    stepped(model, optimizer, 0, 1)
+    stepped(model, optimizer, 0)
     saved = optimizer.state_dict()
     following = build(model, after)
     look_ahead(model, following)

@@ -12,7 +12,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.config.registry import EmergingOptimizerEntry, optimizer_names, registered
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import config, make_model, set_gradients
+from tests.unit.fsdp2.model import config, make_model, set_gradients, stepped
 
 OPTIMIZERS = [n for n in optimizer_names() if n != "sinkhorn_muon" and "oblique" not in n]
 
@@ -95,8 +95,7 @@ def test_a_scheduler_that_cycles_momentum(name):
     model, optimizer = built(name)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10)
     for number in range(3):
-        set_gradients(model, number)
-        optimizer.step()
+        stepped(model, optimizer, number)
         scheduler.step()
     group = optimizer.param_groups[0]
     key = "momentum" if name == "muon" else "betas"
@@ -107,8 +106,7 @@ def test_a_scheduler_that_cycles_momentum(name):
 
 def test_state_without_values_is_named():
     model, optimizer = built()
-    set_gradients(model, 0)
-    optimizer.step()
+    stepped(model, optimizer, 0)
     saved = optimizer.state_dict()
     for state in saved["state"].values():
         state.update({k: v.to("meta") for k, v in state.items() if isinstance(v, torch.Tensor)})
@@ -135,9 +133,7 @@ def test_what_an_optimizer_writes_to_its_groups_stays_there(dtype):
     with registered("counting", entry):
         model = make_model(dtype=dtype)
         optimizer = build_optimizer(model, config("counting"))
-        for step in range(2):
-            set_gradients(model, step)
-            optimizer.step()
+        stepped(model, optimizer, 0, 1)
     counts = {g["optimizer"]: g.get("rounds") for g in optimizer.param_groups if g["params"]}
     assert counts.pop("counting") == 2
     assert set(counts.values()) <= {None}

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import config, eager, far, gradient, named, shard, weights
+from tests.unit.fsdp2.model import config, eager, far, stepped
 
 KINDS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 TOLERANCES = {torch.float32: 2e-6, torch.complex64: 2e-6}
@@ -58,18 +58,6 @@ class Parameters(nn.Module):
             self.add_module(f"p{number}", home)
 
 
-def gradient_of(name, param, step):
-    grad = gradient(name, param.shape, step)
-    if param.is_complex():
-        grad = torch.complex(grad, gradient(name + "'", param.shape, step))
-    return grad.to(param.dtype)
-
-
-def set_gradients(model, step):
-    for name, param in named(model).items():
-        param.grad = shard(gradient_of(name, param, step), param)
-
-
 def fields_of(kind):
     fields = {"adam_beta2": 0.95, "adam_eps": 1e-8, "lr": LR, "weight_decay": DECAY}
     return config(**fields, **THEIRS[kind][0])
@@ -102,10 +90,8 @@ def test_mixed_models_are_stepped_as_by_torch(kinds, kind, saved_at):
     for step in range(STEPS):
         if step == saved_at:
             optimizer = reloaded(optimizer, model, kind)
-        set_gradients(model, step)
-        set_gradients(theirs, step)
-        optimizer.step()
-        expected.step()
+        stepped(model, optimizer, step)
+        stepped(theirs, expected, step)
     for param, other, size in zip(model.parameters(), theirs.parameters(), sizes, strict=True):
         distance = (param - other).norm() / max(other.norm(), size)
         assert distance <= TOLERANCES.get(param.dtype, 1e-13)
@@ -117,9 +103,7 @@ def test_float64_weights_keep_their_digits(optimizer):
     model = nn.Linear(6, 4).double()
     before = copy.deepcopy(dict(model.named_parameters()))
     built = build_optimizer(model, config(optimizer=optimizer, lr=1e-30), output_layers=())
-    for step in range(2):
-        set_gradients(model, step)
-        built.step()
+    stepped(model, built, 0, 1)
     assert all(torch.equal(before[name], param) for name, param in model.named_parameters())
 
 
@@ -131,10 +115,7 @@ def test_float64_matrices_get_the_update_of_float32_ones(optimizer):
         torch.manual_seed(0)
         model = nn.Linear(24, 16, bias=False).to(dtype)
         built = build_optimizer(model, config(optimizer=optimizer), output_layers=())
-        for step in range(STEPS):
-            set_gradients(model, step)
-            built.step()
-        found.append(weights(model))
+        found.append(stepped(model, built, *range(STEPS)))
     assert far(*found)[0] < 1e-6
 
 
@@ -145,10 +126,7 @@ def sharded():
         for part in model.children():  # torch shards parameters of one dtype together
             fully_shard(part)
     optimizer = build_optimizer(model, fields_of("Muon"))
-    for step in range(STEPS):
-        set_gradients(model, step)
-        optimizer.step()
-    return weights(model)
+    return stepped(model, optimizer, *range(STEPS))
 
 
 def test_shards_are_stepped_as_in_one_process():

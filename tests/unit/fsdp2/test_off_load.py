@@ -40,7 +40,7 @@ from tests.unit.fsdp2.model import (
     make_model,
     set_gradients,
     shard,
-    weights,
+    stepped,
 )
 from tests.unit.megatron_fsdp.runs import inject, make_chunk
 from tests.unit.storage.runs import DENSE, Run
@@ -218,10 +218,7 @@ def in_torchs_own_off_loading(name, **options):
     """Return the weights of a model whose weights and gradients FSDP2 keeps on the host."""
     model = cut(Model(), "fsdp", "up", **options)
     optimizer = build_optimizer(model, config(name))
-    for step in range(3):
-        set_gradients(model, step)
-        optimizer.step()
-    return weights(model)
+    return stepped(model, optimizer, 0, 1, 2)
 
 
 def with_and_without_its_policy():

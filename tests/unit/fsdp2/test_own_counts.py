@@ -27,8 +27,9 @@ from tests.unit.fsdp2.model import (
     named,
     set_gradients,
     shard,
+    stepped,
 )
-from tests.unit.fsdp2.test_checkpoint import check_all, load, save, step
+from tests.unit.fsdp2.test_checkpoint import check_all, load, save
 from tests.unit.megatron_fsdp.test_checkpoint import state_of
 from tests.unit.storage import foreign
 
@@ -97,8 +98,7 @@ def joined(layout: str, name: str) -> tuple[Any, Any]:
     others = overrides(settings.optimizer, EARLY, LATE) if name != "Adam" else None
     before = config("lion", **FIELDS) if name != "Adam" else settings
     first = build_optimizer(model, before, others)
-    for number in range(3):
-        step(model, first, number)
+    stepped(model, first, 0, 1, 2)
     optimizer = build_optimizer(model, settings)
     optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
     for number in (3, 4):

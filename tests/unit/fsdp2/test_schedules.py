@@ -6,7 +6,7 @@ from torch.optim import lr_scheduler, swa_utils
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from tests.harness.log import listening
-from tests.unit.fsdp2.model import config, make_model, set_gradients
+from tests.unit.fsdp2.model import config, make_model, stepped
 
 STEPS = 12
 
@@ -64,8 +64,7 @@ def warnings_of(make, settings=None, overrides=None):
     seen = []
     with listening() as lines:
         for _ in range(STEPS):
-            set_gradients(model, 0)
-            optimizer.step()
+            stepped(model, optimizer, 0)
             seen.append(rates(optimizer))
             scheduler.step(
                 *([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else [])

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import build_optimizer, config, eager, make_model, set_gradients
+from tests.unit.fsdp2.model import build_optimizer, config, eager, make_model, stepped
 
 
 @eager
@@ -14,8 +14,7 @@ def measured(layout):
     found = [optimizer.stats()]
     for step, collects in enumerate((True, True, False)):
         optimizer.collects_stats = collects and optimizer.collects_stats
-        set_gradients(model, step)
-        optimizer.step()
+        stepped(model, optimizer, step)
         found.append(optimizer.stats())
     return found
 
@@ -38,6 +37,5 @@ def test_statistics_are_those_of_whole_weights():
 def test_nothing_is_measured_unless_asked_for():
     model = make_model()
     optimizer = build_optimizer(model, config())
-    set_gradients(model, 0)
-    optimizer.step()
+    stepped(model, optimizer, 0)
     assert optimizer.stats() == {}

@@ -25,7 +25,7 @@ from megatron_eopt.matrices import qkv
 from megatron_eopt.megatron_fsdp import build_optimizer
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import Model, config, cut, eager, far, named, set_gradients, weights
+from tests.unit.fsdp2.model import Model, config, cut, eager, far, named, stepped, weights
 from tests.unit.fsdp2.test_training import Network
 
 EXPERTS = 4
@@ -62,13 +62,6 @@ def with_experts(ranks_of_experts):
         experimental.Placements(["dp"], flat, flat, flat),
     )
     return model
-
-
-def stepped(model, optimizer, *numbers):
-    for number in numbers:
-        set_gradients(model, number)
-        optimizer.step()
-    return weights(model)
 
 
 NAMES = ("muon", "soap", "adam")

@@ -5,7 +5,7 @@ import pytest
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import eager, far, set_gradients
+from tests.unit.fsdp2.model import eager, far, stepped
 from tests.unit.fsdp2.model import weights as weights_of
 from tests.unit.storage.foreign import FIELDS, STORAGES, Foreign, built, step, weights, wrapped
 
@@ -24,10 +24,7 @@ def alone():
     model = Foreign().declare()
     config = EmergingOptimizerConfig(**FIELDS, **HOW, muon_fp32_matmul_prec="highest")
     optimizer = build_optimizer(model, config, output_layers=())
-    for number in range(3):
-        set_gradients(model, number)
-        optimizer.step()
-    return weights_of(model)
+    return stepped(model, optimizer, 0, 1, 2)
 
 
 def expected():
