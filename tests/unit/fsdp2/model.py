@@ -239,6 +239,12 @@ def state(model, optimizer):
     }
 
 
+def groups_of(optimizer):
+    """Return the group of each parameter, by name."""
+    names = optimizer.names
+    return {names[param]: group for group in optimizer.param_groups for param in group["params"]}
+
+
 def config(optimizer="muon", **fields):
     fields = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0, **fields}
     fields.setdefault("muon_fp32_matmul_prec", "highest")

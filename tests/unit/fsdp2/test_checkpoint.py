@@ -29,6 +29,7 @@ from tests.unit.fsdp2.model import (
     cut,
     eager,
     far,
+    groups_of,
     is_managed,
     make_model,
     named,
@@ -215,7 +216,7 @@ def with_other_overrides(folder, snippet, before, after):
     names["set_optimizer_state_dict"] = set_optimizer_state_dict
     exec(snippet, names)
     assert far(whole_state(model, other), whole_state(model, optimizer))[0] == 0
-    return {other.names[p]: group["lr"] for group in other.param_groups for p in group["params"]}
+    return {name: group["lr"] for name, group in groups_of(other).items()}
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["more groups", "fewer groups"])

@@ -15,7 +15,7 @@ from megatron_eopt import ConfigurationError
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.matrices import gated
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import config
+from tests.unit.fsdp2.model import config, groups_of
 
 
 class Language(nn.Module):
@@ -35,16 +35,17 @@ class Language(nn.Module):
 def routed(model, *, overrides=None, output_layers=None, **fields):
     """Return each parameter's group by name."""
     more = {} if output_layers is None else {"output_layers": output_layers}
-    optimizer = build_optimizer(model, config(**fields), overrides, **more)
-    return {
-        optimizer.names[param]: group
-        for group in optimizer.param_groups
-        for param in group["params"]
-    }
+    return groups_of(build_optimizer(model, config(**fields), overrides, **more))
 
 
 def optimizers(model, **fields):
     return {name: group["optimizer"] for name, group in routed(model, **fields).items()}
+
+
+def matrices_of(optimizer):
+    """Return the names of the matrices that update rules see in the parameters."""
+    schedules = (s for update_rule in optimizer.update_rules for s in update_rule.schedules)
+    return [name for schedule in schedules for name in schedule.names]
 
 
 # what a build marks
@@ -205,23 +206,13 @@ def declared_before_sharding(way):
     model.stack.weight.eopt_split = "whole"
     if way == "tensor parallel":
         parallelize_module(model, mesh["tp"], {"fused": ColwiseParallel()})
-    fully_shard(model.fused, mesh=mesh["dp"] if way == "tensor parallel" else mesh["tp"])
-    fully_shard(model, mesh=mesh["dp"] if way == "tensor parallel" else mesh["tp"])
+    for module in (model.fused, model):
+        fully_shard(module, mesh=mesh["dp" if way == "tensor parallel" else "tp"])
     if way == "to_empty":
         model.to_empty(device="cpu")
     optimizer = build_optimizer(model, config())
-    found = {
-        optimizer.names[param]: group["optimizer"]
-        for group in optimizer.param_groups
-        for param in group["params"]
-    }
-    matrices = {
-        name
-        for update_rule in optimizer.update_rules
-        for s in update_rule.schedules
-        for name in s.names
-    }
-    return found, matrices
+    found = {name: group["optimizer"] for name, group in groups_of(optimizer).items()}
+    return found, set(matrices_of(optimizer))
 
 
 @pytest.mark.parametrize("way", ["fully_shard", "tensor parallel", "to_empty"])
@@ -244,12 +235,7 @@ class Attention(nn.Module):
 
 def heads_of(model):
     optimizer = build_optimizer(model, config(muon_split_per_head=True), output_layers=())
-    names = [
-        name
-        for update_rule in optimizer.update_rules
-        for s in update_rule.schedules
-        for name in s.names
-    ]
+    names = matrices_of(optimizer)
     return [sum(name.startswith(f"{part}_proj.weight") for name in names) for part in "qkvo"]
 
 
