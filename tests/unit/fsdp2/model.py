@@ -15,6 +15,11 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
     uneven_dtensor_to_full_tensor,
 )
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -243,6 +248,33 @@ def groups_of(optimizer):
     """Return the group of each parameter, by name."""
     names = optimizer.names
     return {names[param]: group for group in optimizer.param_groups for param in group["params"]}
+
+
+def by_optimizer(_model, optimizer):
+    return optimizer.state_dict()
+
+
+def by_torch(model, optimizer):
+    return get_optimizer_state_dict(model, optimizer)
+
+
+def flattened(model, optimizer):
+    return get_optimizer_state_dict(model, optimizer, options=FLAT)
+
+
+FORMS = (by_optimizer, by_torch, flattened)
+"""Ways to save the state of an optimizer."""
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def load(form, model, optimizer, saved):
+    """Load what one of :data:`FORMS` has returned."""
+    if form is by_optimizer:
+        optimizer.load_state_dict(saved)
+    else:
+        options = FLAT if form is flattened else None
+        set_optimizer_state_dict(model, optimizer, saved, options=options)
 
 
 def config(optimizer="muon", **fields):

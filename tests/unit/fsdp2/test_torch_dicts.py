@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -17,8 +16,8 @@ from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.functional.doc_commands import ROOT
 from tests.unit.checkpoint.test_load_rule import same
+from tests.unit.fsdp2.model import FLAT, eager
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 CLASSES: dict[str, Any] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -130,6 +129,7 @@ def row_about(error: BaseException) -> str:
         *((writer, reader) for writer in ("soap", "lion") for reader in ("sgd", "muon")),
     ],
 )
+@eager
 def test_flattened_state_goes_over_by_way_of_its_own_optimizer(writer: str, reader: str) -> None:
     def of_writer() -> Any:
         if writer in CLASSES:

@@ -12,7 +12,6 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -25,12 +24,10 @@ from megatron_eopt.matrices import qkv
 from megatron_eopt.megatron_fsdp import build_optimizer
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import Model, config, cut, eager, far, named, stepped, weights
+from tests.unit.fsdp2.model import FLAT, Model, config, cut, eager, far, named, stepped, weights
 from tests.unit.fsdp2.test_training import Network
 
 EXPERTS = 4
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-"""The form without lists of names, which differ between expert-parallel ranks."""
 
 
 class Block(nn.Module):
@@ -76,6 +73,7 @@ def train_experts(ranks_of_experts=EXPERTS, save="", load=""):
         optimizer = build_optimizer(model, config(name))
         if not load:
             stepped(model, optimizer, 0, 1, 2)
+        # flattened, since lists of names would differ between expert-parallel ranks
         state = {
             "model": preprocess_state_dict_for_uneven_dtensor(get_model_state_dict(model)),
             "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),

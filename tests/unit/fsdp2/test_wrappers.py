@@ -11,11 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -25,7 +21,7 @@ from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from megatron_eopt.routing.plain_names import match_names, plain_names
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import config, eager, far, gradient, groups_of, whole
+from tests.unit.fsdp2.model import FORMS, config, eager, far, gradient, groups_of, load, whole
 
 OPTIMIZERS = ("muon", "soap", "adam")
 
@@ -102,27 +98,6 @@ def weights(optimizer):
     return [whole(param) for param in optimizer.names]
 
 
-def by_optimizer(model, optimizer):
-    return optimizer.state_dict()
-
-
-def by_torch(model, optimizer):
-    return get_optimizer_state_dict(model, optimizer)
-
-
-def flattened(model, optimizer):
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    return get_optimizer_state_dict(model, optimizer, options=options)
-
-
-def load(form, model, optimizer, saved):
-    if form is by_optimizer:
-        optimizer.load_state_dict(saved)
-    else:
-        options = StateDictOptions(flatten_optimizer_state_dict=form is flattened)
-        set_optimizer_state_dict(model, optimizer, saved, options=options)
-
-
 @eager
 def resumed(name):
     """Return which pairs of wrappings and forms do not go on as a run in one go does."""
@@ -130,8 +105,7 @@ def resumed(name):
     wrong = []
     for before, after in [(w, "plain") for w in WRAPPINGS] + [("plain", w) for w in WRAPPINGS]:
         # torch itself does not load what it calls otherwise
-        torchs = () if "DataParallel" in (before, after) else (by_torch, flattened)
-        for form in (by_optimizer, *torchs):
+        for form in FORMS[:1] if "DataParallel" in (before, after) else FORMS:
             model, optimizer = wrapped(before, name, overrides)
             other, following = wrapped(after, name, overrides)
             for number in range(2):
