@@ -80,11 +80,14 @@ def optimizer_over(case: Case, chunks: list[Any]) -> Any:
     return optimizer
 
 
-def steps(case: Case, chunk: Any, optimizer: Any, first: int, end: int) -> None:
+def steps(case: Case, chunk: Any, optimizer: Any, first: int, end: int) -> list[Any]:
+    """Do some steps and return what each returned."""
+    returned = []
     for step in range(first, end):
         optimizer.zero_grad()
         inject(case.run, chunk, step)
-        optimizer.step()
+        returned.append(optimizer.step())
+    return returned
 
 
 def sharded(case: Case, chunk: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
@@ -227,15 +230,15 @@ def save(cases: list[Case], folder: str) -> list[dict[str, Any]]:
     return states if distributed.get_rank() == 0 else []
 
 
-def stopped(cases: list[Case], folder: str) -> tuple[list[Any], list[Any]]:
-    """For each case do four steps, saving after two; return the states then and at the end."""
+def stopped(cases: list[Case], folder: str, end: int = 4) -> tuple[list[Any], list[Any]]:
+    """For each case do some steps, saving after two; return the states then and at the end."""
     saved, whole = [], []
     for number, case in enumerate(cases):
         chunk, optimizer = build(case)
         steps(case, chunk, optimizer, 0, 2)
         write(case, chunk, optimizer, Path(folder, str(number)))
         saved.append(full_state(case, chunk, optimizer))
-        steps(case, chunk, optimizer, 2, 4)
+        steps(case, chunk, optimizer, 2, end)
         whole.append(full_state(case, chunk, optimizer))
         forget_megatron()
     return saved, whole

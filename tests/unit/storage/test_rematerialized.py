@@ -55,10 +55,9 @@ def trained(cases: list[Case]) -> list[Result]:
 
 def ten_steps(case: Case) -> Result:
     chunk, optimizer = build(case)
-    returned: list[Any] = []
     amplifies = case.optimizer == "soap" or "muon_momentum_dtype" in case.config
     with alike_factors() if amplifies else nullcontext():
-        steps(case, chunk, _Recording(optimizer, returned), 0, 10)
+        returned = steps(case, chunk, optimizer, 0, 10)
     result = Result(weights(case.run, chunk), returned)
     forget_megatron()
     return result
@@ -81,14 +80,6 @@ def alike_factors() -> Iterator[None]:
 
     with patch.object(GradNorm, "factor", rounded):
         yield
-
-
-class _Recording:
-    def __init__(self, optimizer: Any, returned: list[Any]) -> None:
-        self.zero_grad, self._optimizer, self._returned = optimizer.zero_grad, optimizer, returned
-
-    def step(self) -> None:
-        self._returned.append(self._optimizer.step())
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,6 @@ from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.storage.full_state import (
     Case,
-    build,
     differences,
     full_state,
     interrupted,
@@ -22,6 +21,7 @@ from tests.unit.storage.full_state import (
     resume,
     save,
     steps,
+    stopped,
     write,
 )
 from tests.unit.storage.runs import (
@@ -65,7 +65,6 @@ def check(saved: list, loaded: list, cases: list[Case]) -> None:
 
 EXPERTS = [Case("muon", MOE), Case("adam", MOE)]
 SAVED = {
-    "dense": (USUAL, {"tp": 2}),
     "all optimizers": (OPTIMIZERS, {"tp": 2}),
     "experts": (EXPERTS, {"ep": 2}),
 }
@@ -85,7 +84,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "world", "parallel"),
     [
-        pytest.param("dense", 4, {}, marks=pytest.mark.long),
+        pytest.param("all optimizers", 4, {}, marks=pytest.mark.long),
         pytest.param("all optimizers", 4, {"tp": 4}, marks=pytest.mark.long),
         pytest.param("all optimizers", 4, {"tp": 2, "pp": 2}, marks=pytest.mark.long),
         pytest.param("all optimizers", 1, {}, marks=pytest.mark.long),
@@ -124,19 +123,6 @@ ROUNDS: dict[str, tuple[list[Case], list[tuple[int, dict[str, Any]]]]] = {
 """Runs, and the layouts through which each of them goes on: how many ranks, and their fields."""
 
 
-def whole_run(cases: list[Case], folder: str, count: int) -> list[dict[str, Any]]:
-    """Save each run after two steps; return the whole states after ``count`` steps."""
-    states = []
-    for number, case in enumerate(cases):
-        chunk, optimizer = build(case)
-        steps(case, chunk, optimizer, 0, 2)
-        write(case, chunk, optimizer, Path(folder, str(number)))
-        steps(case, chunk, optimizer, 2, count)
-        states.append(full_state(case, chunk, optimizer))
-        forget_megatron()
-    return states
-
-
 def one_further(
     cases: list[Case], before: str, after: str, step: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -159,15 +145,13 @@ def test_a_run_that_changes_its_layout_after_every_step_equals_one_process(tmp_p
     folders = [str(tmp_path / str(number)) for number in range(len(layouts) + 1)]
     for folder in folders:
         Path(folder).mkdir()
-    expected = run_ranks(1, whole_run, cases, folders[0], 2 + len(layouts))[0]
-    saved: list[dict[str, Any]] = []
+    saved, expected = run_ranks(1, stopped, cases, folders[0], 2 + len(layouts))[0]
     for place, (world, fields) in enumerate(layouts):
         own = [replace(case, **fields) for case in cases]
         loaded, after = run_ranks(
             world, one_further, own, *folders[place : place + 2], 2 + place, timeout=300
         )[0]
-        if saved:
-            check(saved, loaded, own)
+        check(saved, loaded, own)
         saved = after
     for case, state, other in zip(cases, saved, expected, strict=True):
         momenta = [key for key in other if "momentum_buffer" in key]
