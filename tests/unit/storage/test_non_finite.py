@@ -1,6 +1,7 @@
 """Gradients that are not finite: refused by name on all ranks, or skipped; nothing else changes."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -136,13 +137,16 @@ def test_one_rank_of_a_model_that_is_cut(storage, case):
     check_refused(run_ranks(2, refused, run, local, ranks), name)
 
 
-def skipped(run: Run, values: tuple[float, ...], name: str = SECOND) -> list[dict[str, Any]]:
+def skipped(
+    run: Run, bad: tuple[float, ...], name: str = SECOND, *, late: bool = False
+) -> list[dict[str, Any]]:
     """Do a good step, and a bad one for each value; return what this rank saw of the bad ones."""
     chunk, optimizer = build(run)
+    optimizer.has_kernels = late
     gradients(run, chunk, optimizer, 0)
     assert optimizer.step()[0]
     results = []
-    for value in values:
+    for value in bad:
         gradients(run, chunk, optimizer, 1)
         if torch.distributed.get_rank() == 1:
             poison(chunk, optimizer, name, value)
@@ -155,9 +159,11 @@ def skipped(run: Run, values: tuple[float, ...], name: str = SECOND) -> list[dic
 
 
 @STORAGES
-def test_a_norm_above_the_threshold_skips_the_step(storage):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_norm_above_the_threshold_skips_the_step(storage, late):
+    """Whenever the host reads norms."""
     run = Run(storage, parallel={"tp": 2}, config={"grad_norm_skip_threshold": 1e3})
-    for results in run_ranks(2, skipped, run, (1e4, math.inf)):
+    for results in run_ranks(2, partial(skipped, late=late), run, (1e4, math.inf)):
         for result in results:
             assert not result["done"]
             assert result["norm"] > 1e3
@@ -250,23 +256,3 @@ def test_a_host_that_reads_the_norm_a_step_later_sees_the_same(case, bad):
         assert all(isinstance(norm, torch.Tensor) for norm in found["norms"])
         assert list(map(float, found["norms"])) == expected["norms"]
         assert equal(found["end"], expected["end"])
-
-
-def above_the_threshold(late: bool) -> tuple[bool, bool]:
-    """Return whether a step with a large norm was done, and whether it changed nothing."""
-    run = Run(ddp={"use_distributed_optimizer": True})
-    chunk = make_chunk(run)
-    config = EmergingOptimizerConfig(
-        optimizer="muon", lr=0.01, use_distributed_optimizer=True, grad_norm_skip_threshold=1e-3
-    )
-    optimizer = megatron_eopt.get_megatron_optimizer(config, [chunk])
-    optimizer.has_kernels = late
-    gradients(run, chunk, optimizer, 0)
-    before = values(chunk, optimizer)
-    done, *_ = optimizer.step()
-    return done, equal(before, values(chunk, optimizer))
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_steps_above_the_threshold_are_skipped_whenever_the_host_reads_norms(late):
-    assert run_ranks(2, above_the_threshold, late) == [(False, True)] * 2
