@@ -6,16 +6,18 @@ from typing import Any
 import pytest
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, SEPARATE_GRAD_NORM_GROUPS
 
-from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.megatron_core.stored_weights import named_gradients
 from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
-from tests.unit.storage.runs import MOE, Run, inject, make_chunk, make_optimizer
+from tests.unit.storage.full_state import Case, build, steps
+from tests.unit.storage.runs import MOE, PLAIN, SHARDED, Run, inject, make_chunk, make_optimizer
+
+STORAGES = {"sharded": SHARDED, "replicated": PLAIN}
 
 
 def gradients(exempt: bool, by_hand: bool = False) -> dict[str, Any]:
     """Clip; return the norms of the main gradients of matrices and of all others."""
-    run = Run(ddp={"use_distributed_optimizer": True})
+    run = Run(ddp=SHARDED)
     chunk = make_chunk(run)
     config = EmergingOptimizerConfig(
         optimizer="muon", lr=0.01, clip_grad=1.0, muon_skip_grad_clip=exempt
@@ -69,17 +71,15 @@ def test_clip_grad_norm_clips_as_a_step_does(exempt):
 def squares_by_norm(storage: str) -> dict[bool, float]:
     """Clip a model of which some weights have a norm of their own; return both sums of squares."""
     (name,) = SEPARATE_GRAD_NORM_GROUPS
-    run = Run(ddp={"use_distributed_optimizer": storage == "sharded"})
-    chunk = make_chunk(run)
-    for long_name, param in chunk.named_parameters():
-        if "linear_fc1.weight" in long_name or "layernorm" in long_name:
-            setattr(param, GRAD_NORM_GROUP_ATTR, name)
-    config = EmergingOptimizerConfig(
-        optimizer="muon", lr=0.01, clip_grad=1.0, use_distributed_optimizer=storage == "sharded"
-    )
-    optimizer = get_megatron_optimizer(config, [chunk])
-    inject(run, chunk, 0)
-    optimizer.step()
+
+    def mark(chunk: Any) -> None:
+        for long_name, param in chunk.named_parameters():
+            if "linear_fc1.weight" in long_name or "layernorm" in long_name:
+                setattr(param, GRAD_NORM_GROUP_ATTR, name)
+
+    case = Case(ddp=STORAGES[storage], config=STORAGES[storage] | {"clip_grad": 1.0})
+    chunk, optimizer = build(case, mark)
+    steps(case, chunk, optimizer, 0, 1)
     squares = {True: 0.0, False: 0.0}
     for child in optimizer.chained_optimizers:
         for param, grad in named_gradients(child):
@@ -87,7 +87,7 @@ def squares_by_norm(storage: str) -> dict[bool, float]:
     return squares
 
 
-@pytest.mark.parametrize("storage", ["sharded", "replicated"])
+@pytest.mark.parametrize("storage", STORAGES)
 def test_what_has_a_norm_of_its_own_is_clipped_by_it(storage):
     ranks = run_ranks(2, squares_by_norm, storage)
     parts = ranks if storage == "sharded" else ranks[:1]
@@ -97,16 +97,13 @@ def test_what_has_a_norm_of_its_own_is_clipped_by_it(storage):
 
 def norm_of(storage: str, parallel: dict[str, int]) -> float:
     """Return the gradient norm of a model with experts."""
-    sharded = storage == "sharded"
-    run = Run(model=MOE, parallel=parallel, ddp={"use_distributed_optimizer": sharded})
-    chunk = make_chunk(run)
-    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, use_distributed_optimizer=sharded)
-    optimizer = get_megatron_optimizer(config, [chunk])
-    inject(run, chunk, 0)
-    return float(optimizer.step()[1])
+    config = STORAGES[storage] | {"clip_grad": 1.0}
+    case = Case("muon", MOE, parallel, STORAGES[storage], config)
+    ((_, norm, _),) = steps(case, *build(case), 0, 1)
+    return float(norm)
 
 
-@pytest.mark.parametrize("storage", ["sharded", "replicated"])
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("parallel", [{"ep": 2}, {"tp": 2, "etp": 1, "ep": 2}], ids=str)
 def test_the_norm_counts_every_expert_once(storage, parallel):
     (expected,) = run_ranks(1, norm_of, "replicated", {})

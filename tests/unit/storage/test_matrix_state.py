@@ -54,17 +54,16 @@ def step_with(run: Run, build: BuildT, everything: bool) -> Result:
     chunk = make_chunk(run)
     bases = bases_over(run, runs.make_config(run), chunk, build, everything)
     optimizer = runs.make_optimizer(run, chunk, bases=bases)
-    steps = []
     for step in range(run.steps):
         inject(run, chunk, step)
-        steps.append(optimizer.step())
+        optimizer.step()
     owned = [
         sum(math.prod(update_rule._shapes[index]) for index in update_rule.owned)
         for child in optimizer.chained_optimizers
         for update_rule in child.optimizer.update_rules
         if isinstance(update_rule, WholeMatrixRule)
     ]
-    return Result(runs.weights(run, chunk), steps, sum(owned))
+    return Result(runs.weights(run, chunk), [], sum(owned))
 
 
 def plainly(run: Run, build: BuildT, everything: bool) -> Result:
