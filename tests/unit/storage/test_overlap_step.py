@@ -39,22 +39,26 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 
 
 def build(
-    dtype: torch.dtype, overlap: bool, model: dict[str, Any], l2: bool = False, **flags: Any
+    dtype: torch.dtype,
+    overlap: bool,
+    model: dict[str, Any],
+    bucket_size: int = 3000,
+    overrides: Any = None,
+    **fields: Any,
 ) -> Any:
     model = tiny_gpt(layers=3, dtype=dtype, bias=False, **model)
-    chunk = wrap_ddp(model, **SHARDED | OVERLAP | {"bucket_size": 3000} | flags)
+    chunk = wrap_ddp(model, **SHARDED | OVERLAP | {"bucket_size": bucket_size})
     config = EmergingOptimizerConfig(
-        optimizer="muon",
         lr=0.01,
         weight_decay=0.1,
-        decoupled_weight_decay=not l2,
-        clip_grad=100.0,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=True,
         muon_overlap_dp_comm=overlap,
+        **{"optimizer": "muon", "clip_grad": 100.0} | fields,
     )
-    return chunk, get_megatron_optimizer(config, [chunk])
+    overrides = get_standard_config_overrides(config) | (overrides or {})
+    return chunk, get_megatron_optimizer(config, [chunk], overrides)
 
 
 class Watch:
@@ -135,7 +139,7 @@ def train(
 ) -> tuple[dict[str, Any], list[list[str]]]:
     _, parallel, model = LAYOUTS[layout]
     initialize_megatron(**parallel)
-    chunk, optimizer = build(dtype, overlap, model, l2)
+    chunk, optimizer = build(dtype, overlap, model, decoupled_weight_decay=not l2)
     tp = parallel.get("tp", 1)
     log: list[list[str]] = []
     outcomes: dict[str, Any] = {}
@@ -304,7 +308,7 @@ def drawn(seed: int) -> dict[str, Any]:
         "muon_split_qkv": draw.random() < 0.5,
         "muon_skip_grad_clip": draw.random() < 0.3,
         "clip_grad": draw.choice([0.0, 0.05, 100.0]),
-        "bf16": draw.random() < 0.5,
+        "dtype": torch.bfloat16 if draw.random() < 0.5 else torch.float32,
         "bucket_size": draw.choice([1000, 3000, 20000]),
     }
 
@@ -313,22 +317,9 @@ def outcome(settings: dict[str, Any], overlap: bool) -> dict[str, torch.Tensor]:
     """Return weights and state after four steps."""
     settings = dict(settings)
     model_parallel_cuda_manual_seed(123)
-    others, bucket = settings.pop("others"), settings.pop("bucket_size")
-    dtype = torch.bfloat16 if settings["bf16"] else torch.float32
-    model = tiny_gpt(layers=3, dtype=dtype, bias=False)
-    chunk = wrap_ddp(model, **SHARDED | OVERLAP | {"bucket_size": bucket})
-    config = EmergingOptimizerConfig(
-        lr=0.01,
-        weight_decay=0.1,
-        params_dtype=dtype,
-        use_distributed_optimizer=True,
-        muon_overlap_dp_comm=overlap,
-        **settings,
-    )
-    overrides = get_standard_config_overrides(config)
-    if others is not None:
-        overrides |= {ParamKey(name="*fc1.weight"): {"optimizer": others}}
-    optimizer = get_megatron_optimizer(config, [chunk], overrides)
+    others, dtype = settings.pop("others"), settings.pop("dtype")
+    overrides = {ParamKey(name="*fc1.weight"): {"optimizer": others}} if others else None
+    chunk, optimizer = build(dtype, overlap, {}, overrides=overrides, **settings)
     size, rank = dist.get_world_size(), dist.get_rank()
     for step in range(4):
         optimizer.zero_grad()
