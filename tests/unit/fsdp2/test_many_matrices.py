@@ -3,19 +3,17 @@
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness.tiers import mostly_long
+from tests.unit.fsdp2.model import by_optimizer, by_torch, load
 
 FEW, MANY = 100, 400
 
@@ -61,29 +59,26 @@ def stepped(optimizer: str, matrices: int) -> tuple[nn.Module, Any]:
     return model, found
 
 
-def loaded_calls(optimizer: str, matrices: int) -> int:
-    state = stepped(optimizer, matrices)[1].state_dict()
-    other = built(model_of(matrices), optimizer)
-    return calls_of(lambda: other.load_state_dict(state))
-
-
-def loaded_by_torch(optimizer: str, matrices: int) -> int:
-    state = get_optimizer_state_dict(*stepped(optimizer, matrices))
+def loaded_calls(form: Any, optimizer: str, matrices: int) -> int:
+    state = form(*stepped(optimizer, matrices))
     model = model_of(matrices)
     other = built(model, optimizer)
-    return calls_of(lambda: set_optimizer_state_dict(model, other, state))
+    return calls_of(lambda: load(form, model, other, state))
+
+
+WORK = {
+    "build": built_calls,
+    "load": partial(loaded_calls, by_optimizer),
+    "load by torch": partial(loaded_calls, by_torch),
+}
+OPTIMIZERS = ("muon", "adaptive_muon", "soap", "adam")
 
 
 @pytest.mark.parametrize(
     ("work", "optimizer"),
-    mostly_long(
-        itertools.product(
-            (built_calls, loaded_calls, loaded_by_torch), ("muon", "adaptive_muon", "soap", "adam")
-        ),
-        *((work, "muon") for work in (built_calls, loaded_calls, loaded_by_torch)),
-    ),
+    mostly_long(itertools.product(WORK, OPTIMIZERS), *((work, "muon") for work in WORK)),
 )
 def test_work_is_linear(work, optimizer):
-    work(optimizer, 8)  # imports and caches
-    few, many = (work(optimizer, matrices) for matrices in (FEW, MANY))
+    WORK[work](optimizer, 8)  # imports and caches
+    few, many = (WORK[work](optimizer, matrices) for matrices in (FEW, MANY))
     assert many / few < MOST
