@@ -170,40 +170,31 @@ def test_gradients_of_16_bits_and_weights_to_compute_with(layout):
 
 
 @eager
-def refused_step(*, tied):
-    """Return why a model whose root waits for a gradient cannot be stepped."""
+def refused_step(layout, *, tied=False, frozen=False):
+    """Return why a model with a weight without a gradient, or frozen too late, cannot step."""
     model = Network(tied=tied)
-    if not tied:
+    if not tied and not frozen:
         model.unused = nn.Linear(3, 2, bias=False)
-    model = cut(model, "one unit", "hidden")
+    model = cut(model, layout, "hidden")
     optimizer = build_optimizer(model, config("muon"))
+    next(model.parameters()).requires_grad_(not frozen)
     model(torch.arange(4)).sum().backward()
     with pytest.raises(ConfigurationError) as error:
         optimizer.step()
     return str(error.value)
 
 
-@pytest.mark.parametrize(("tied", "missing"), [(True, "lm_head.weight"), (False, "unused.weight")])
-def test_units_that_wait_for_a_gradient_would_never_be_trained(tied, missing):
-    for message in run_ranks(2, partial(refused_step, tied=tied), timeout=120):
-        assert f"which have none: {missing}" in message
-
-
-@eager
-def frozen_step():
-    """Return why a model of which a weight is frozen too late cannot be stepped."""
-    model = cut(Network(tied=False), "units", "hidden")
-    optimizer = build_optimizer(model, config("muon"))
-    next(model.parameters()).requires_grad_(False)
-    model(torch.arange(4)).sum().backward()
-    with pytest.raises(ConfigurationError) as error:
-        optimizer.step()
-    return str(error.value)
-
-
-def test_a_weight_that_is_frozen_after_fully_shard_would_go_on_training():
-    for message in run_ranks(2, frozen_step, timeout=120):
-        assert "was set after fully_shard" in message
+@pytest.mark.parametrize(
+    ("layout", "how", "message"),
+    [
+        ("one unit", {"tied": True}, "which have none: lm_head.weight"),
+        ("one unit", {}, "which have none: unused.weight"),
+        ("units", {"frozen": True}, "was set after fully_shard"),
+    ],
+)
+def test_units_that_would_not_be_trained_as_told_are_refused(layout, how, message):
+    for found in run_ranks(2, partial(refused_step, layout, **how), timeout=120):
+        assert message in found
 
 
 @eager
