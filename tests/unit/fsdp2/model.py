@@ -277,7 +277,14 @@ def load(form, model, optimizer, saved):
         set_optimizer_state_dict(model, optimizer, saved, options=options)
 
 
+METHODS = ("normuon", "adamuon", "namo")
+"""Second moments of adaptive Muon, each an optimizer of its own in tests."""
+
+
 def config(optimizer="muon", **fields):
+    if optimizer in METHODS:
+        fields["adaptive_muon_moment2_method"] = optimizer
+        optimizer = "adaptive_muon"
     fields = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0, **fields}
     fields.setdefault("muon_fp32_matmul_prec", "highest")
     return EmergingOptimizerConfig(optimizer=optimizer, **fields)

@@ -17,6 +17,7 @@ from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import (
     FORMS,
+    METHODS,
     config,
     eager,
     far,
@@ -68,15 +69,12 @@ OF_ALL_AND_OF_EACH = (replaced, deleted)
 VARIANTS = {
     # sinkhorn_muon has Muon's state, but starts only from weights that its own mapper made
     **{name: {} for name in optimizer_names() if name != "sinkhorn_muon"},
-    "normuon": {"adaptive_muon_moment2_method": "normuon"},
-    "adamuon": {"adaptive_muon_moment2_method": "adamuon"},
-    "namo": {"adaptive_muon_moment2_method": "namo"},
+    **{name: {} for name in METHODS},
     "int8": {"muon_momentum_dtype": "int8"},
     "bf16": {"muon_momentum_dtype": "bf16"},
     "amsgrad": {},
 }
-OF = {"normuon": "adaptive_muon", "adamuon": "adaptive_muon", "namo": "adaptive_muon"}
-OF |= {"int8": "muon", "bf16": "muon", "amsgrad": "adam"}
+OF = {"int8": "muon", "bf16": "muon", "amsgrad": "adam"}
 
 
 def settings(variant, **fields):

@@ -32,16 +32,15 @@ KERNELS = {
 }
 FIELDS = {
     "muon": {"muon_scale_mode": "unit_rms_norm"},
-    "normuon": {"adaptive_muon_moment2_method": "normuon", "muon_scale_mode": "shape_scaling"},
-    "adamuon": {"adaptive_muon_moment2_method": "adamuon", "muon_scale_mode": "unit_rms_norm"},
-    "namo": {"adaptive_muon_moment2_method": "namo", "muon_scale_mode": "unit_rms_norm"},
+    "normuon": {"muon_scale_mode": "shape_scaling"},
+    "adamuon": {"muon_scale_mode": "unit_rms_norm"},
+    "namo": {"muon_scale_mode": "unit_rms_norm"},
     "soap": {},
 }
 
 
 def settings(method, **fields):
-    name = {"muon": "muon", "soap": "soap"}.get(method, "adaptive_muon")
-    return config(name, **FIELDS[method], **fields)
+    return config(method, **FIELDS[method], **fields)
 
 
 def gradient(shape, step):

@@ -35,8 +35,6 @@ def place_of(optimizer, name):
 @pytest.mark.parametrize("name", ["muon", "normuon", "soap", "adam"])
 @pytest.mark.parametrize("changed", ["embedding.weight", "down.weight"])
 def test_a_parameter_that_was_replaced_is_named(name, changed):
-    if name == "normuon":
-        name = "adaptive_muon"
     model, optimizer = built(name)
     set_gradients(model, 0)
     params, place = place_of(optimizer, changed)

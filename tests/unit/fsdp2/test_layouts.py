@@ -19,13 +19,13 @@ from tests.unit.fsdp2.model import (
 
 VARIANTS = {
     "muon": config(),
-    "normuon": config("adaptive_muon", adaptive_muon_moment2_method="normuon"),
-    "namo": config("adaptive_muon", adaptive_muon_moment2_method="namo"),
+    "normuon": config("normuon"),
+    "namo": config("namo"),
     "soap": config("soap"),
     "bf16 momentum": config(muon_momentum_dtype="bf16"),
     # these differ from those in nothing that the meshes have to do with
     "distributed": config(muon_tp_mode="distributed"),
-    "adamuon": config("adaptive_muon", adaptive_muon_moment2_method="adamuon"),
+    "adamuon": config("adamuon"),
     "lion": config("lion"),
     "adamw": config("adam"),
     "scion": config("scion"),

@@ -27,9 +27,7 @@ FORM = {"distrib_optim_sharding_type": "fsdp_dtensor"}
 RUNS = {
     "muon": Run(steps=4),
     "adam": Run(config={"optimizer": "adam"}, steps=4),
-    "normuon": Run(
-        config={"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"}, steps=4
-    ),
+    "normuon": Run(config={"optimizer": "normuon"}, steps=4),
     "soap": Run(config={"optimizer": "soap"}, steps=4),
     "experts": Run(model={**MOE, "gated": True}, steps=4),
 }
