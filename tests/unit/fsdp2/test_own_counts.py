@@ -28,6 +28,7 @@ from tests.unit.fsdp2.model import (
     set_gradients,
     shard,
     stepped,
+    train,
 )
 from tests.unit.fsdp2.test_checkpoint import check_all, load, save
 from tests.unit.megatron_fsdp.test_checkpoint import state_of
@@ -192,6 +193,23 @@ def test_megatrons_trainer_goes_on_with_their_counts(tmp_path, storage, main):
         assert counts == again == expected(counts, 2, "hidden.weight", "hidden.bias")
         assert set(counts.values()) == {2, 5}
         assert far(whole, found)[0] == 0
+
+
+@eager
+def after_rests(layout: str, name: str) -> dict[str, int]:
+    """Return counts of a run in whose third step some parameters have no gradient."""
+    model, optimizer = train(layout, config(name), steps=2)
+    set_gradients(model, 2)
+    for param in named(model).values():
+        if param.shape == (3, 5) or param.dim() == 1:
+            param.grad = None
+    optimizer.step()
+    return counts_of(optimizer)
+
+
+def test_ranks_with_empty_shards_count_as_the_owner_does():
+    for counts in run_ranks(2, after_rests, "optim_grads_params", "adam", timeout=120):
+        assert set(counts.values()) == {2, 3}
 
 
 class Lazy(torch.optim.Optimizer):
