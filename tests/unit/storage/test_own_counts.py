@@ -35,9 +35,9 @@ def expected(name: str, first: str, steps: int) -> int:
     return steps if is_new else 8 + steps
 
 
-def after_joining(case: Case, folder: Path) -> tuple[Any, Any]:
+def after_joining(case: Case, folder: Path, first: Case | None = None) -> tuple[Any, Any]:
     """Return a run in which most parameters, whose optimizer was another, do steps 8 and 9."""
-    full_state.save_one(before(case), folder / "before", 8)
+    full_state.save_one(first or before(case), folder / "before", 8)
     forget_megatron()
     chunk, optimizer = resume(case, folder / "before")
     full_state.steps(case, chunk, optimizer, 8, 10)
@@ -144,21 +144,20 @@ def test_another_layout_has_the_same_counts(tmp_path, name, ranks, parallel):
 
 
 @eager
-def with_a_rate(case: Case, folder: Path) -> dict[str, int]:
-    """Return the counts of a run whose matrices, all new, get a learning rate of their own."""
-    full_state.save_one(Case("lion", case.model, ddp=case.ddp), folder / "before", 8)
+def counts_after(first: Case, second: Case, third: Case, folder: Path) -> dict[str, int]:
+    """Return the counts that a third run loads from a second one, which goes on from the first."""
+    full_state.write(second, *after_joining(second, folder, first), folder / "own")
     forget_megatron()
-    chunk, optimizer = resume(case, folder / "before")
-    full_state.steps(case, chunk, optimizer, 8, 10)
-    full_state.write(case, chunk, optimizer, folder / "own")
-    forget_megatron()
-    case = replace(case, config=case.config | {"muon_lr": 0.02})
-    return counts_of(*resume(case, folder / "own"))
+    return counts_of(*resume(third, folder / "own"))
 
 
 @pytest.mark.parametrize("name", mostly_long(["NAMO", "NAMO, replicated"], "NAMO"))
 def test_groups_that_are_new_count_on(tmp_path, name):
-    for counts in run_ranks(2, with_a_rate, CASES[name], tmp_path):
+    """Matrices, all new to the second run, get a learning rate of their own in the third."""
+    case = CASES[name]
+    first = Case("lion", case.model, ddp=case.ddp)
+    third = replace(case, config=case.config | {"muon_lr": 0.02})
+    for counts in run_ranks(2, counts_after, first, case, third, tmp_path):
         assert counts == {n: 2 if n.endswith(MATRICES) else 10 for n in counts}
         assert set(counts.values()) == {2, 10}
 
@@ -169,20 +168,9 @@ ON_ONE_STAGE = replace(
 )
 
 
-@eager
-def on_one_stage(case: Case, folder: Path) -> dict[str, int]:
-    """Return the counts of a resumed run in which one stage alone has a new optimizer."""
-    full_state.save_one(replace(case, overrides={}), folder / "before", 8)
-    forget_megatron()
-    chunk, optimizer = resume(case, folder / "before")
-    full_state.steps(case, chunk, optimizer, 8, 10)
-    full_state.write(case, chunk, optimizer, folder / "own")
-    forget_megatron()
-    return counts_of(*resume(case, folder / "own"))
-
-
 @pytest.mark.parametrize("case", [ON_ONE_STAGE, plain(ON_ONE_STAGE)], ids=["sharded", "replicated"])
 def test_an_optimizer_that_one_pipeline_stage_has_counts_on(tmp_path, case):
-    for counts in run_ranks(2, on_one_stage, case, tmp_path):
+    first = replace(case, overrides={})
+    for counts in run_ranks(2, counts_after, first, case, case, tmp_path):
         assert counts == {name: 2 if name == LAST else 10 for name in counts}
         assert set(counts.values()) == {2, 10}
