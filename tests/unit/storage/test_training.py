@@ -17,17 +17,21 @@ from tests.unit.storage.runs import DENSE, MOE, OVERLAP, PLAIN, Run, make_chunk,
 def train_for_real(run: Run) -> dict[str, torch.Tensor]:
     """Train with the same batches at any data-parallel size; return all weights."""
     chunk = make_chunk(run)
-    optimizer = make_optimizer(run, chunk)
+    return trained(run, [chunk], make_optimizer(run, chunk))[0]
+
+
+def trained(run: Run, chunks: list[Any], optimizer: Any) -> list[dict[str, torch.Tensor]]:
     rank = parallel_state.get_data_parallel_rank()
     size = parallel_state.get_data_parallel_world_size()
     for step in range(run.steps):
         optimizer.zero_grad()
-        forward_backward([chunk], [synthetic_batch(4 * step + i) for i in range(rank, 4, size)])
+        forward_backward(chunks, [synthetic_batch(4 * step + i) for i in range(rank, 4, size)])
         done, _, _ = optimizer.step()
         assert done
-    if chunk.ddp_config.overlap_param_gather:
-        chunk.disable_forward_pre_hook()
-    return copies_of(chunk)
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.disable_forward_pre_hook()
+    return list(map(copies_of, chunks))
 
 
 @pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
@@ -74,22 +78,15 @@ def train_interleaved(kind: str, overlap: bool) -> list[dict[str, torch.Tensor]]
     """Train two model chunks on each of two pipeline stages."""
     initialize_megatron(pp=2, virtual_pp=2)
     flags = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
-    run = Run(optimizer=kind, ddp={"use_distributed_optimizer": kind != "stock"} | flags)
+    sharded = {"use_distributed_optimizer": kind != "stock"}
+    run = Run(optimizer=kind, ddp=sharded | flags, steps=2)
     chunks = []
     for stage in range(2):
         parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
         model = NO_BIAS | {"layers": 4, "virtual_stage": stage}
         chunks.append(make_chunk(replace(run, model=model)))
     optimizer = make_optimizer(replace(run, config={"muon_split_qkv": False}), *chunks)
-    for step in range(2):
-        optimizer.zero_grad()
-        forward_backward(chunks, [synthetic_batch(4 * step + i) for i in range(4)])
-        done, _, _ = optimizer.step()
-        assert done
-    for chunk in chunks:
-        if overlap:
-            chunk.disable_forward_pre_hook()
-    return list(map(copies_of, chunks))
+    return trained(run, chunks, optimizer)
 
 
 @pytest.mark.parametrize("overlap", mostly_long([False, True], True))
