@@ -36,10 +36,8 @@ from tests.unit.fsdp2.model import (
     cut,
     eager,
     far,
-    gradient,
     make_model,
     set_gradients,
-    shard,
     stepped,
 )
 from tests.unit.megatron_fsdp.runs import inject, make_chunk
@@ -89,16 +87,10 @@ def megatrons(managed: bool) -> Loop:
             group.update(lr=0.02, weight_decay=0.1 * group["wd_mult"])
         return optimizer
 
-    def give_gradients(step):
-        if managed:
-            return inject(MANAGED, model, step)
-        for name, param in model.named_parameters():
-            param.grad = shard(gradient(name, param.shape, step).to(param.dtype), param)
-
     return Loop(
         model,
         build,
-        give_gradients,
+        partial(inject, MANAGED, model) if managed else partial(set_gradients, model),
         lambda optimizer: optimizer.state_dict(),
         lambda optimizer, saved: optimizer.load_state_dict(saved),
     )

@@ -10,7 +10,7 @@ from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import config, cut, eager, far, gradient, shard, weights
+from tests.unit.fsdp2.model import config, cut, eager, far, stepped, weights
 from tests.unit.storage.full_state import Case, build, differences, full_state, steps
 
 MODEL = {"layers": 1, "hidden": 32, "heads": 4, "query_groups": 2}
@@ -82,10 +82,7 @@ def thin(name, layout, fraction=0.0):
     off_load = {"optimizer_cpu_offload": fraction > 0, "optimizer_offload_fraction": fraction}
     model = cut(Thin(), layout, "matrix")
     built = build_optimizer(model, config(optimizer, **fields, **off_load))
-    for step in range(3):
-        for key, param in model.named_parameters():
-            param.grad = shard(gradient(key, param.shape, step), param)
-        built.step()
+    stepped(model, built, 0, 1, 2)
     built.load_state_dict(built.state_dict())
     return weights(model)
 
