@@ -12,7 +12,7 @@ from megatron.core.optimizer import ParamKey
 from torch import distributed
 from torch.distributed import checkpoint
 
-from megatron_eopt import EmergingOptimizerEntry, get_megatron_optimizer
+from megatron_eopt import EmergingOptimizerEntry
 from megatron_eopt.config.registry import registered
 from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.testing.scene import forget_megatron
@@ -136,23 +136,14 @@ def test_own_loops_go_on_with_their_counts(tmp_path, layout, others):
         check_all(loaded, by_rank)
 
 
-def built(storage: str, chunk: Any, main: str, others: Any = None) -> Any:
-    """Return an optimizer of Megatron's trainer at its configuration's rate."""
-    sharded = {"use_distributed_optimizer": storage == "megatron_fsdp"}
-    optimizer = get_megatron_optimizer(config(main, **FIELDS, **sharded), [chunk], others)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.02
-    return optimizer
-
-
 @eager
 def under_megatron(storage: str, main: str, folder: Path) -> list[Any]:
     """Return counts and weights of a run that goes on, and of one that is loaded in between."""
     chunk = foreign.wrapped(storage, foreign.Foreign())
     others = overrides(main, "hidden.weight", "hidden.bias")
-    first = built(storage, chunk, "lion", others)
+    first = foreign.built(storage, chunk, others, optimizer="lion", **FIELDS)
     foreign.step(storage, chunk, first, 0, 3)
-    optimizer = built(storage, chunk, main)
+    optimizer = foreign.built(storage, chunk, optimizer=main, **FIELDS)
     optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
     foreign.step(storage, chunk, optimizer, 3, 5)
     before = foreign.weights(chunk)
@@ -165,7 +156,7 @@ def under_megatron(storage: str, main: str, folder: Path) -> list[Any]:
     found.append(foreign.weights(chunk))
     forget_megatron()
     chunk = foreign.wrapped(storage, foreign.Foreign())
-    optimizer = built(storage, chunk, main)
+    optimizer = foreign.built(storage, chunk, optimizer=main, **FIELDS)
     for name, param in foreign.parameters(chunk).items():
         param.detach().copy_(shard(before[name], param))
     if storage == "megatron_fsdp":

@@ -47,11 +47,12 @@ def wrapped(storage: str, model: Any, **of_ddp: Any) -> Any:
     return wrap_ddp(model, use_distributed_optimizer=storage == "sharded", **of_ddp)
 
 
-def built(storage: str, chunk: Any, **fields: Any) -> Any:
+def built(storage: str, chunk: Any, overrides: Any = None, **fields: Any) -> Any:
+    """Return an optimizer at its configuration's rates."""
     fields = FIELDS | {"muon_fp32_matmul_prec": "highest"} | fields
     sharded = storage in ("sharded", "megatron_fsdp")
     config = EmergingOptimizerConfig(use_distributed_optimizer=sharded, **fields)
-    optimizer = get_megatron_optimizer(config, [chunk])
+    optimizer = get_megatron_optimizer(config, [chunk], overrides)
     for group in optimizer.param_groups:
         group["lr"] = config.lr
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
