@@ -14,6 +14,7 @@ from megatron.core.optimizer import distrib_optimizer
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.models import copies_of
+from tests.harness.tiers import mostly_long
 from tests.unit.storage import full_state, runs
 from tests.unit.storage.full_state import Case, build, differences, steps
 from tests.unit.storage.runs import REPLICATED, Run
@@ -120,23 +121,20 @@ def anew(case: Case, folder: Path) -> tuple[Any, Any]:
     return build(case)
 
 
-@pytest.mark.parametrize(
-    ("form", "case", "start"),
-    [
-        ("state_dict", Case("muon", MODEL, **REPLICATED), anew),
-        ("torch_dist", OFF_LOADED, younger),
-        ("torch_dist", Case("muon", MODEL), anew),
-        *(
-            pytest.param(*more, marks=pytest.mark.long)
-            for more in [
-                ("state_dict", Case("adam", MODEL, **REPLICATED), anew),
-                ("torch_dist", OFF_LOADED, anew),
-                ("torch_dist", Case("adam", MODEL), younger),
-                ("torch_dist", Case("muon", MODEL, **REPLICATED), younger),
-            ]
-        ),
-    ],
-)
+USUAL = [
+    ("state_dict", Case("muon", MODEL, **REPLICATED), anew),
+    ("torch_dist", OFF_LOADED, younger),
+    ("torch_dist", Case("muon", MODEL), anew),
+]
+OTHERS = [
+    ("state_dict", Case("adam", MODEL, **REPLICATED), anew),
+    ("torch_dist", OFF_LOADED, anew),
+    ("torch_dist", Case("adam", MODEL), younger),
+    ("torch_dist", Case("muon", MODEL, **REPLICATED), younger),
+]
+
+
+@pytest.mark.parametrize(("form", "case", "start"), mostly_long([*USUAL, *OTHERS], *USUAL))
 def test_a_run_goes_on_with_its_counts(tmp_path, form, case, start):
     for counts, differing in run_ranks(2, interrupted, case, form, tmp_path, start):
         assert counts == [{BEFORE}, {BEFORE}, {AFTER}]

@@ -12,6 +12,7 @@ from megatron_eopt.layouts import redistribution
 from megatron_eopt.optimizers.host_memory import HostMemory
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
+from tests.harness.tiers import mostly_long
 from tests.unit.storage.full_state import (
     Case,
     build,
@@ -35,7 +36,6 @@ CASES = {
 }
 """The conformance test off-loads every optimizer; here is what only several fractions show."""
 FRACTIONS = (0.0, 0.5, 1.0)
-LONG = ("adamuon", "soap")
 
 
 def at(case: Case, dtype: torch.dtype, fraction: float) -> Case:
@@ -58,14 +58,8 @@ def at_all_fractions(case: Case, dtype: torch.dtype) -> list[tuple[list[str], An
     return [(differences(found[0][0], state), memory) for state, memory in found]
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16],
-    ids=["fp32", "bf16"],
-)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in CASES]
-)
+@pytest.mark.parametrize("dtype", mostly_long([torch.float32, torch.bfloat16], torch.bfloat16))
+@pytest.mark.parametrize("name", mostly_long(CASES, "muon"))
 def test_ten_steps_equal_those_of_a_resident_run(name, dtype):
     for found in run_ranks(2, at_all_fractions, CASES[name], dtype, timeout=300):
         assert not any(differing for differing, _ in found)

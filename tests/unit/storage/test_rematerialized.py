@@ -171,32 +171,20 @@ def other_rows(case: Case, folder: str) -> str:
     return str(error.value)
 
 
+ON_4_RANKS = [(4, {"gtp": 4}), (4, {"gtp": 2, "tp": 2})]
+
+
 @pytest.mark.parametrize(
-    ("model", "before", "sizes", "others"),
+    ("model", "before", "ranks", "others"),
     [
-        (
-            DENSE_LAYER,
-            {"gtp": 2},
-            "over 2 ranks and tensor parallelism over 1",
-            [(2, {}), (2, {"tp": 2})],
-        ),
-        pytest.param(
-            DENSE_LAYER,
-            {"gtp": 2},
-            "over 2 ranks and tensor parallelism over 1",
-            [(4, {"gtp": 4}), (4, {"gtp": 2, "tp": 2})],
-            marks=LONG,
-        ),
-        (
-            EXPERTS,
-            {"gtp": 2, "expert_gtp": 1},
-            "over 1 ranks and tensor parallelism over 1",
-            [(2, {"gtp": 2, "expert_gtp": 2})],
-        ),
+        (DENSE_LAYER, {"gtp": 2}, 2, [(2, {}), (2, {"tp": 2})]),
+        pytest.param(DENSE_LAYER, {"gtp": 2}, 2, ON_4_RANKS, marks=LONG),
+        (EXPERTS, {"gtp": 2, "expert_gtp": 1}, 1, [(2, {"gtp": 2, "expert_gtp": 2})]),
     ],
     ids=["dense", "dense on 4 ranks", "experts"],
 )
-def test_other_sizes_are_refused(tmp_path, model, before, sizes, others):
+def test_other_sizes_are_refused(tmp_path, model, before, ranks, others):
+    sizes = f"over {ranks} ranks and tensor parallelism over 1"
     case = Case("muon", model)
     run_ranks(2, save_one, replace(case, parallel=before), str(tmp_path))
     for world, parallel in others:
