@@ -265,9 +265,9 @@ def new_chain(run, variant, start=None):
     if start is not None:
         for name, param in chunk.named_parameters():
             param.data.copy_(start[runs.global_name(name, run.model)])
-    optimizer = get_megatron_optimizer(settings(variant, **run.config), [chunk])
-    for group in optimizer.param_groups:
-        group.update(lr=0.02, weight_decay=0.1 * group["wd_mult"])
+    chosen = settings(variant, **run.config)
+    optimizer = get_megatron_optimizer(chosen, [chunk])
+    runs.set_rates(optimizer, chosen)
     return chunk, optimizer
 
 

@@ -41,7 +41,7 @@ from tests.unit.fsdp2.model import (
     stepped,
 )
 from tests.unit.megatron_fsdp.runs import inject, make_chunk
-from tests.unit.storage.runs import DENSE, Run
+from tests.unit.storage.runs import DENSE, Run, set_rates
 
 OPTIMIZERS = ("muon", "normuon", "soap", "adam")
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
@@ -83,8 +83,7 @@ def megatrons(managed: bool) -> Loop:
     def build(**fields):
         fields |= {**BF16, "use_distributed_optimizer": managed}
         optimizer = get_megatron_optimizer(config(**fields), [model])
-        for group in optimizer.param_groups:
-            group.update(lr=0.02, weight_decay=0.1 * group["wd_mult"])
+        set_rates(optimizer, config(**fields))
         return optimizer
 
     return Loop(

@@ -53,10 +53,7 @@ def make_optimizer(run: Run, chunk: Any) -> Any:
     plain = replace(run, config={"muon_tp_mode": "auto", **sharded})
     config = emerging(**sharded) if known else make_config(plain)
     optimizer = get_megatron_optimizer(config, [chunk])
-    for group in optimizer.param_groups:
-        # as a scheduler would
-        group["lr"] = config.lr
-        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    runs.set_rates(optimizer, config)
     return optimizer
 
 

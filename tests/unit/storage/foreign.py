@@ -13,6 +13,7 @@ from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import wrap_ddp, wrap_fsdp2
 from tests.unit.fsdp2.model import gradient, named, shard, whole
+from tests.unit.storage.runs import set_rates
 
 STORAGES = ("replicated", "sharded", "fsdp2", "megatron_fsdp")
 FIELDS = {"optimizer": "muon", "lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0}
@@ -53,9 +54,7 @@ def built(storage: str, chunk: Any, overrides: Any = None, **fields: Any) -> Any
     sharded = storage in ("sharded", "megatron_fsdp")
     config = EmergingOptimizerConfig(use_distributed_optimizer=sharded, **fields)
     optimizer = get_megatron_optimizer(config, [chunk], overrides)
-    for group in optimizer.param_groups:
-        group["lr"] = config.lr
-        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    set_rates(optimizer, config)
     return optimizer
 
 

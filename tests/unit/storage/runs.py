@@ -284,6 +284,12 @@ def set_lr(optimizer: Any, config: Any) -> None:
         group["lr"] = config.lr
 
 
+def set_rates(optimizer: Any, config: Any) -> None:
+    """Set learning rates and weight decay, as Megatron's scheduler would."""
+    for group in optimizer.param_groups:
+        group |= {"lr": config.lr, "weight_decay": config.weight_decay * group["wd_mult"]}
+
+
 def train(run: Run, **kwargs: Any) -> Result:
     """Build, with arguments of ``make_optimizer``, step, and return this rank's weights."""
     chunk = make_chunk(run)

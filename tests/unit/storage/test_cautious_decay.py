@@ -68,17 +68,10 @@ def complex_weights(fields: dict[str, Any]) -> Built:
     return optimizer, step
 
 
-def with_rates(optimizer: Any, fields: dict[str, Any]) -> Any:
-    # Megatron's scheduler would set them
-    for group in optimizer.param_groups:
-        group |= {"lr": LR, "weight_decay": fields["weight_decay"] * group["wd_mult"]}
-    return optimizer
-
-
 def trainer(fields: dict[str, Any], storage: str) -> Built:
     chunk = foreign.wrapped(storage, foreign.Foreign())
     chunk.ddp_config.use_distributed_optimizer = storage in ("sharded", "megatron_fsdp")
-    optimizer = with_rates(foreign.built(storage, chunk, **fields), fields)
+    optimizer = foreign.built(storage, chunk, **fields)
 
     def step(number: int) -> None:
         foreign.inject(storage, chunk, number)
@@ -91,7 +84,8 @@ def megatron(fields: dict[str, Any], run: Run) -> Built:
     chunk = runs.make_chunk(run)
     sharded = chunk.ddp_config.use_distributed_optimizer
     config = EmergingOptimizerConfig(**fields, use_distributed_optimizer=sharded)
-    optimizer = with_rates(get_megatron_optimizer(config, [chunk]), fields)
+    optimizer = get_megatron_optimizer(config, [chunk])
+    runs.set_rates(optimizer, config)
 
     def step(number: int) -> None:
         optimizer.zero_grad()
@@ -106,7 +100,8 @@ def in_parts(fields: dict[str, Any], cut: Callable[[Any], Any]) -> Built:
     torch.manual_seed(0)
     model = cut(nn.Sequential(nn.Linear(9, 12), nn.Linear(12, 6)))
     config = EmergingOptimizerConfig(**fields)
-    optimizer = with_rates(get_megatron_optimizer(config, [model]), fields)
+    optimizer = get_megatron_optimizer(config, [model])
+    runs.set_rates(optimizer, config)
 
     def step(number: int) -> None:
         for name, param in model.named_parameters():

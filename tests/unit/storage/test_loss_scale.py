@@ -13,10 +13,9 @@ from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.unit.storage import full_state
 from tests.unit.storage.full_state import Case, build, differences
-from tests.unit.storage.runs import MOE, PLAIN, SHARDED, gradients
+from tests.unit.storage.runs import FP16, MOE, PLAIN, SHARDED, gradients
 
-DYNAMIC = {"fp16": True, "initial_loss_scale": 1024.0, "min_loss_scale": 1.0}
-DYNAMIC |= {"loss_scale_window": 2, "hysteresis": 2}
+DYNAMIC = FP16 | {"hysteresis": 2}
 SMALL = {"layers": 1, "position_embedding": "rope", "dtype": torch.float16}
 EXPERTS = {**MOE, **SMALL}
 
