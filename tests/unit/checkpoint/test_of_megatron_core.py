@@ -79,7 +79,8 @@ def moments(state: dict[str, Any]) -> dict[Any, torch.Tensor]:
     ("ranks", "layout", "readers", "other"),
     [
         (2, {}, 1, {}),
-        (2, {"tp": 2}, 2, {}),
+        (1, {}, 2, {}),
+        pytest.param(2, {"tp": 2}, 2, {}, marks=pytest.mark.long),
         pytest.param(2, {"pp": 2}, 4, {}, marks=pytest.mark.long),
         pytest.param(4, {"tp": 2}, 2, REPLICATED, marks=pytest.mark.long),
         pytest.param(4, {"tp": 2, "pp": 2}, 4, {}, marks=pytest.mark.long),
