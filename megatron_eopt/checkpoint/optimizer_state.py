@@ -59,9 +59,6 @@ def requested(
     # equal on all ranks: groups, step counts by update rule, and loss scale
     states: list[dict[Any, Any]] = []
     for number, storage in enumerate(storages):
-        if storage.is_stub_optimizer:
-            states.append({})
-            continue
         steps = [
             (counts or {}).get(item.rule, -1) for item in storage.assigned for _ in item.groups()
         ]
@@ -92,10 +89,9 @@ def _params_of_groups(
     storages: Sequence[StoredWeights], model_state: Mapping[str, Any]
 ) -> list[tuple[str, str, str]]:
     """Return what groups are called with keys and names of their parameters; collective."""
-    present = [storage for storage in storages if not storage.is_stub_optimizer]
-    called = iter(_called([g for storage in present for g in storage.optimizer.param_groups]))
+    called = iter(_called([g for storage in storages for g in storage.optimizer.param_groups]))
     entries = []
-    for storage in present:
+    for storage in storages:
         param_of = {shard.main: shard.param for shard in storage.shards}
         spaces = parameter_spaces(model_state, param_of.values())
         for group in storage.optimizer.param_groups:
@@ -204,8 +200,6 @@ def continue_common(
     steps = saved_steps(state)
     scalers = [child["grad_scaler"] for child in children_of(state) if child.get("grad_scaler")]
     for storage in storages:
-        if storage.is_stub_optimizer:
-            continue
         storage.twins = continue_groups(storage.optimizer.param_groups, saved, members)
         storage.loaded_groups = saved
         storage.steps = steps

@@ -10,7 +10,7 @@ import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 
-from megatron_eopt import get_megatron_optimizer
+from megatron_eopt import checkpoints, get_megatron_optimizer
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.muon import get_megatron_muon_optimizer
 from megatron_eopt.testing.scene import forget_megatron
@@ -88,18 +88,28 @@ def test_the_signature_is_megatrons():
     ]
 
 
-def _frozen(dtype: torch.dtype) -> bool:
+def _frozen(dtype: torch.dtype, sharded: bool, folder: str) -> bool:
     initialize_megatron()
-    chunk = wrap_ddp(tiny_gpt(layers=1, dtype=dtype).requires_grad_(False))
+    model = tiny_gpt(layers=1, dtype=dtype).requires_grad_(False)
+    chunk = wrap_ddp(model, use_distributed_optimizer=sharded)
     fields = {"bf16": dtype == torch.bfloat16, "params_dtype": dtype}
-    optimizer = get_megatron_optimizer(muon_config(**fields), [chunk])
-    assert optimizer.is_stub_optimizer
-    return optimizer.step()[0]
+    config = muon_config(use_distributed_optimizer=sharded, **fields)
+    optimizer = get_megatron_optimizer(config, [chunk])
+    assert optimizer.is_stub_optimizer or sharded
+    done = optimizer.step()[0]
+    if not sharded:
+        optimizer.load_state_dict(optimizer.state_dict())
+    weights = chunk.sharded_state_dict()
+    checkpoints.save(weights | {"optimizer": optimizer.sharded_state_dict(weights)}, folder)
+    state = {"optimizer": optimizer.sharded_state_dict(weights, is_loading=True)}
+    optimizer.load_state_dict(checkpoints.load(weights | state, folder)["optimizer"])
+    return done
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_frozen_models_step(dtype):
-    assert run_ranks(1, _frozen, dtype) == [True]
+def test_frozen_models_step_are_saved_and_loaded(dtype, sharded, tmp_path):
+    assert run_ranks(1, _frozen, dtype, sharded, str(tmp_path)) == [True]
 
 
 def _half_frozen_pipeline() -> tuple[list[str], bool]:
