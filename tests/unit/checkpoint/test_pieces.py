@@ -12,7 +12,15 @@ from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_p
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_eopt import EmergingOptimizerConfig, checkpoints, get_megatron_optimizer
+from megatron_eopt import (
+    ConfigurationError,
+    EmergingOptimizerConfig,
+    checkpoints,
+    get_megatron_optimizer,
+)
+from megatron_eopt.base.agreement import CheckpointError
+from megatron_eopt.checkpoint.catalogue import Catalogue, Saved
+from megatron_eopt.checkpoint.matching import _refuse_other_model
 from megatron_eopt.checkpoint.parameter_space import parameter_spaces
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
@@ -122,3 +130,19 @@ def test_tied_weights_have_the_name_that_megatron_core_gives_their_state():
     spaces = parameter_spaces(state, [tied, other])
     by_number = get_param_id_to_sharded_param_map(state, [tied, other])
     assert [spaces[tied].key, spaces[other].key] == [entry.key for entry in by_number.values()]
+
+
+def test_a_weight_that_is_saved_transposed_is_refused():
+    weight = nn.Parameter(torch.ones(4, 2))
+    state = {"weight": ShardedTensor.from_rank_offsets("weight", weight.T)}
+    with pytest.raises(ConfigurationError, match="views of the parameter, in order"):
+        parameter_spaces(state, [weight])
+
+
+def test_sizes_that_a_checkpoint_does_not_tell_are_not_compared():
+    key = "decoder.layers.mlp.linear_fc2.weight"
+    of_model = ShardedTensor.from_rank_offsets(key, torch.ones(4, 2), (0, 0, 2))
+    _refuse_other_model({key: of_model}, Catalogue("torch_dist", {}))
+    saved = Catalogue("torch_dist", {key: Saved(None, key, shape=(8, 2), cuts=(1, 1))})
+    with pytest.raises(CheckpointError, match=r"over 1 ranks .* this run has 2 and 1"):
+        _refuse_other_model({key: of_model}, saved)

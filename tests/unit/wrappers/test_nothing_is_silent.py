@@ -237,3 +237,19 @@ def stepped_with_a_new_one(case):
 @pytest.mark.parametrize("name", CASES)
 def test_a_parameter_that_no_checkpoint_would_have_is_refused(name, dtype):
     run_ranks(1, stepped_with_a_new_one, at(name, dtype))
+
+
+def moved_to_the_next_group(number: int) -> str:
+    chunk, optimizer = build(case_of("sharded"))
+    groups = optimizer.chained_optimizers[0].optimizer.param_groups
+    moved = groups[number]["params"].pop()
+    groups[number + 1]["params"].append(moved)
+    inject(Run("muon"), chunk, 0)
+    with pytest.raises(ConfigurationError, match="not where they were"):
+        optimizer.step()
+    return groups[number]["optimizer"] + groups[number + 1]["optimizer"]
+
+
+def test_fragments_that_have_moved_to_another_group_of_their_rule_are_refused():
+    """Ranks know by its group how to step what others hold of a weight."""
+    assert run_ranks(1, moved_to_the_next_group, 1) == ["adamadam"]
