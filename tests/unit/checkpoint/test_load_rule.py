@@ -174,6 +174,7 @@ def in_fsdp_dtensor(pairs: Pairs, folder: str) -> dict[Any, str]:
         number = next(n for n, name in inner.state_dict()["param_names"].items() if "qkv.w" in name)
         state = inner.state_dict()["state"][number]
         own = {k: v.to_local().clone() for k, v in state.items() if isinstance(v, DTensor)}
+        own["step"] = torch.as_tensor(state.get("step", 0.0)).clone()
         # a rank may have no part of a weight
         return {"all": gather_objects(own)}
 
