@@ -14,7 +14,7 @@ from tests.harness import run_ranks
 
 ELSEWHERE = {
     "@register_storage": "tests/unit/wrappers/test_own_storage.py",
-    "from my_package import": "tests/unit/test_contributed.py",
+    "from my_package import": "tests/unit/test_conformance.py",
     "[muon, adamw]": "tests/unit/fsdp2/test_torch_muon.py",
     "dcp.load(": "tests/functional/long/test_first_days.py",
     "fully_shard_model(": "tests/unit/megatron_fsdp/test_layouts.py",

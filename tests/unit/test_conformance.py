@@ -1,26 +1,47 @@
-"""The public conformance test: our optimizers and storages pass it, and faulty ones fail."""
+"""The public conformance test: our optimizers, storages and variants pass, faulty ones fail."""
 
 import copy
 import logging
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
+from torch import distributed
 
 from megatron_eopt import (
     ConfigurationError,
     EmergingOptimizerConfig,
+    TensorParallelAdaptiveMuon,
     TensorParallelMuon,
     get_megatron_optimizer,
 )
+from megatron_eopt.config import checks, registry
+from megatron_eopt.config.arguments import entry_kwargs
 from megatron_eopt.config.registry import registered
-from megatron_eopt.extending import EmergingOptimizerEntry, MuonRule
+from megatron_eopt.config.settings import resolve
+from megatron_eopt.contrib.declared_boxes import build_sharded
+from megatron_eopt.extending import (
+    EmergingOptimizerEntry,
+    MatrixSumsRule,
+    MuonRule,
+    build_replicated,
+    register_storage,
+)
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.optimizers.adaptive_rule import NorMuonRule
+from megatron_eopt.optimizers.stored_matrices import MatrixSums
 from megatron_eopt.testing import conformance
+from megatron_eopt.wrappers.replicated import Float32Optimizer
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_ddp, wrap_fsdp2
+
+# else its optimizer would be known in other tests, too
+with mock.patch.dict(registry._entries):
+    from examples.cautious_muon import CautiousRule
 
 OPTIMIZERS = {
     "muon": ("muon", {}),
@@ -53,6 +74,198 @@ def test_our_storages_conform(storage, optimizer, config):
     conformance.check(optimizer, {"use_distributed_optimizer": False, **config}, storage=storage)
 
 
+def variant(cls):
+    """Return the entry of a variant of Muon, which reads Muon's settings."""
+    return EmergingOptimizerEntry(cls, state_layout="matrix_update", prefixes=("muon",))
+
+
+def muon_with(rule):
+    """Return Muon with another rule, by a name under which worker processes find it here."""
+    name = rule.__name__.replace("Rule", "Muon")
+    return type(name, (TensorParallelMuon,), {"update_rule_class": rule, "__module__": __name__})
+
+
+CautiousMuon = muon_with(CautiousRule)
+
+
+class BoundedRule(MatrixSumsRule):
+    """Lets no update of a whole matrix have a root mean square above a limit."""
+
+    def partial_sums(self, item, update):
+        return [self.stored_matrices(item.number).square_sums(update)]
+
+    def use_totals(self, item, update, totals):
+        sizes = totals.new_tensor([rows * cols for rows, cols in self.shapes[item.number]])
+        limit = self.optimizer.limit
+        factors = limit / (totals[0] / sizes).sqrt().clamp(min=limit)
+        self.stored_matrices(item.number).multiply_(update, factors)
+
+
+class BoundedMuon(TensorParallelMuon):
+    """Muon with bounded updates, and a setting of its own."""
+
+    update_rule_class = BoundedRule
+
+    def __init__(self, params, *args, limit=0.1, **kwargs):
+        super().__init__(params, *args, **kwargs)
+        self.limit = limit
+
+
+@dataclass
+class BoundedConfig(EmergingOptimizerConfig):
+    """A configuration with the setting."""
+
+    muon_limit: float = 0.05
+
+
+@pytest.mark.parametrize(
+    ("cls", "config_class"),
+    [(CautiousMuon, EmergingOptimizerConfig), (BoundedMuon, BoundedConfig)],
+)
+def test_variants_of_muon_conform(cls, config_class):
+    conformance.check(variant(cls), config_class=config_class)
+
+
+def test_a_variant_reads_muons_fields_and_its_own():
+    fields = {"muon_scalar_optimizer": "lion", "muon_split_per_head": True, "muon_limit": 0.2}
+    config = BoundedConfig(optimizer="under_test", lr=0.1, **fields)
+    with registered("under_test", variant(BoundedMuon)), mock.patch.object(checks, "logger") as log:
+        assert resolve(config).scalar == "lion"
+        checks.warn_of_unused(config, "under_test", {"under_test", "lion"})
+        log.warning.assert_not_called()
+        assert entry_kwargs("under_test", config, [], None)["limit"] == 0.2
+
+
+class HalvedRule(NorMuonRule):
+    """Halves updates."""
+
+    def _update(self, stack, matrices, reduce, shape):
+        super()._update(stack, matrices, reduce, shape)
+        stack.mul_(0.5)
+
+
+class HalvedNorMuon(TensorParallelAdaptiveMuon):
+    update_rule_class = HalvedRule
+
+
+def test_a_variant_of_adaptive_muon_has_its_own_rule():
+    moved = []
+    for cls in (TensorParallelAdaptiveMuon, HalvedNorMuon):
+        weight = torch.nn.Parameter(torch.zeros(4, 6))
+        optimizer = cls([weight], lr=0.1, moment2_method="normuon")
+        weight.grad = torch.arange(24.0).view(4, 6) - 7
+        optimizer.step()
+        moved.append(weight.detach())
+    assert torch.equal(moved[1], 0.5 * moved[0])
+    for method in ("adamuon", "namo"):
+        with pytest.raises(ConfigurationError, match="is not what HalvedRule computes"):
+            HalvedNorMuon([weight], moment2_method=method)
+
+
+class PerWaveRule(MuonRule):
+    """Cautious Muon that adds up the sums of a wave, in which ranks have other parameters."""
+
+    def _apply(self, stepped, updates):
+        matrices = MatrixSums(self.shards, self.exchange.device, self.exchange.sharing)
+        mine = {}
+        for item in stepped:
+            agrees = updates[item.number] * item.param.grad > 0
+            updates[item.number].mul_(agrees)
+            mine[item.number] = [matrices.stored[item.number].sums(agrees)]
+        totals = matrices.totals(range(len(self.shards)), mine, 1)
+        for item in stepped:
+            sizes = torch.tensor([rows * cols for rows, cols in self.shapes[item.number]])
+            factors = sizes / totals[item.number][0].clamp(min=1)
+            matrices.stored[item.number].multiply_(updates[item.number], factors)
+        super()._apply(stepped, updates)
+
+
+class KeepingRule(MuonRule):
+    """Applies updates at the end of a step, when waves have overwritten them."""
+
+    def _run(self, items, groups):
+        self.kept = []
+        super()._run(items, groups)
+        for kept in self.kept:
+            super()._apply(*kept)
+
+    def _apply(self, items, updates):
+        self.kept.append((items, updates))
+
+
+class LateRule(KeepingRule):
+    """Does the same with copies, but off-loaded weights are on the host by then."""
+
+    def _apply(self, items, updates):
+        self.kept.append((items, {number: value.clone() for number, value in updates.items()}))
+
+
+PerWaveMuon, KeepingMuon, LateMuon = map(muon_with, (PerWaveRule, KeepingRule, LateRule))
+
+
+@pytest.mark.parametrize(
+    ("cls", "where"),
+    [
+        (PerWaveMuon, "allreduce_ while updates are stored"),
+        (KeepingMuon, "in_zero1 on 1: tall.weight is nan"),
+        (LateMuon, "in_zero1, off-loaded on 1: tall.weight"),
+    ],
+)
+def test_the_conformance_test_fails_for_a_faulty_rule(cls, where):
+    with pytest.raises(conformance.ConformanceError, match=where):
+        conformance.check(variant(cls))
+
+
+@register_storage
+def with_own_norms(context):
+    """Build a storage in rows whose ranks have a gradient norm each."""
+    if not hasattr(context.model_chunks[0], "has_own_norms"):
+        return None
+    groups = [distributed.new_group([rank]) for rank in range(distributed.get_world_size())]
+    rank = distributed.get_rank()
+    return build_sharded(context, distributed.group.WORLD, norm_group=groups[rank])
+
+
+def with_own_norm(model):
+    """Cut a model into rows."""
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    for param in model.parameters():
+        first, stop = (len(param) * n // ranks for n in (rank, rank + 1))
+        param.eopt_place = ((first, *[0] * (param.dim() - 1)), tuple(param.shape))
+        param.data = param.data[first:stop].clone()
+    model.has_own_norms = True
+    return model
+
+
+@register_storage
+def as_copies(context):
+    """Take rows for whole parameters."""
+    is_mine = hasattr(context.model_chunks[0], "has_undeclared_rows")
+    return build_replicated(context, Float32Optimizer) if is_mine else None
+
+
+def undeclared(model):
+    """Cut a model into rows without a word."""
+    for param in with_own_norm(model).parameters():
+        del param.eopt_place
+        vars(param).pop("eopt_split", None)
+    del model.has_own_norms
+    model.has_undeclared_rows = True
+    return model
+
+
+@pytest.mark.parametrize(
+    ("storage", "where"),
+    [
+        (with_own_norm, "gradient norm of the steps is"),
+        (undeclared, "has other values on another data-parallel rank"),
+    ],
+)
+def test_the_conformance_test_fails_for_a_faulty_storage(storage, where):
+    with pytest.raises(conformance.ConformanceError, match=where):
+        conformance.check("muon", storage=storage)
+
+
 class CountingRule(MuonRule):
     """Takes smaller steps the more often a hook has run, which is once a wave."""
 
@@ -61,10 +274,6 @@ class CountingRule(MuonRule):
     def _apply(self, items, updates):
         self.waves += 1
         super()._apply(items, {n: update / self.waves for n, update in updates.items()})
-
-
-class CountingMuon(TensorParallelMuon):
-    update_rule_class = CountingRule
 
 
 class LosingRule(MuonRule):
@@ -78,14 +287,13 @@ class LosingRule(MuonRule):
             state[param].setdefault("mine", copy.copy(self.kept))
 
 
-class LosingMuon(TensorParallelMuon):
-    update_rule_class = LosingRule
+CountingMuon, LosingMuon = map(muon_with, (CountingRule, LosingRule))
 
 
 @pytest.mark.parametrize("kept", [0, torch.tensor(0.0), torch.zeros(1)], ids=repr)
 def test_state_that_checkpoints_would_lose_is_refused_at_the_build(kept, monkeypatch):
     monkeypatch.setattr(LosingRule, "kept", kept)
-    entry = EmergingOptimizerEntry(LosingMuon, state_layout="matrix_update", prefixes=("muon",))
+    entry = variant(LosingMuon)
     model = torch.nn.Linear(4, 4, bias=False)
     with registered("losing", entry):
         config = EmergingOptimizerConfig(optimizer="losing", lr=0.1)
@@ -99,20 +307,15 @@ def test_state_that_checkpoints_would_lose_is_refused_at_the_build(kept, monkeyp
 def refusal(entry, kept):
     LosingRule.kept = kept
     initialize_megatron()
-    config, chunk = (
-        EmergingOptimizerConfig(optimizer="losing", lr=0.1),
-        wrap_ddp(tiny_gpt(layers=1)),
-    )
+    config = EmergingOptimizerConfig(optimizer="losing", lr=0.1)
+    chunk = wrap_ddp(tiny_gpt(layers=1))
     with registered("losing", entry), pytest.raises(ConfigurationError) as caught:
         get_megatron_optimizer(config, [chunk])
     return str(caught.value)
 
 
 def test_the_cause_comes_first():
-    entry = EmergingOptimizerEntry(CountingMuon, state_layout="matrix_update", prefixes=("muon",))
-    with pytest.raises(conformance.ConformanceError) as raised:
-        conformance.check(entry)
-    cause, first, *_ = str(raised.value).splitlines()
+    cause, first, *_ = problems_of(CountingMuon)
     assert cause.startswith("CountingMuon trains otherwise. The number of waves matters: ")
     assert "in _run" in cause
     assert "of its way off" in first
@@ -126,10 +329,6 @@ class RowsRule(MuonRule):
         stack.div_(stack.norm(dim=-1, keepdim=True).clamp(min=1e-12))
 
 
-class RowsMuon(TensorParallelMuon):
-    update_rule_class = RowsRule
-
-
 class NormRule(MuonRule):
     """Divides by the norm of the whole matrix."""
 
@@ -138,36 +337,24 @@ class NormRule(MuonRule):
         stack.div_(stack.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-12))
 
 
-class NormMuon(TensorParallelMuon):
-    update_rule_class = NormRule
-
-
-class WrongRows(RowsRule):
+class WrongRowsRule(RowsRule):
     takes_slabs = True
     _update = RowsRule._update
 
 
-class WrongRowsMuon(TensorParallelMuon):
-    update_rule_class = WrongRows
-
-
-class WrongNorm(NormRule):
+class WrongNormRule(NormRule):
     takes_slabs = True
     _update = NormRule._update
 
 
-class WrongNormMuon(TensorParallelMuon):
-    update_rule_class = WrongNorm
-
-
-def entry_of(cls):
-    return EmergingOptimizerEntry(cls, state_layout="matrix_update", prefixes=("muon",))
+RowsMuon, NormMuon = map(muon_with, (RowsRule, NormRule))
+WrongRowsMuon, WrongNormMuon = map(muon_with, (WrongRowsRule, WrongNormRule))
 
 
 def problems_of(cls):
     """Return the cause that the check gives, and the lines with what it is seen in."""
     with pytest.raises(conformance.ConformanceError) as raised:
-        conformance.check(entry_of(cls))
+        conformance.check(variant(cls))
     cause, first, _, *rest = str(raised.value).splitlines()
     return [cause, first.removeprefix("First: "), *rest]
 
@@ -175,7 +362,7 @@ def problems_of(cls):
 @pytest.mark.parametrize("cls", [RowsMuon, NormMuon])
 def test_an_update_of_whole_matrices_conforms(cls, caplog):
     with caplog.at_level(logging.INFO, "megatron_eopt"):
-        conformance.check(entry_of(cls))
+        conformance.check(variant(cls))
     has_version_2 = hasattr(DistributedDataParallelConfig, "megatron_fsdp_version")
     text = caplog.records[-1].getMessage()
     assert text.splitlines() == [
@@ -204,8 +391,7 @@ class PairsRule(MuonRule):
         super()._apply(stepped, updates)
 
 
-class PairsMuon(TensorParallelMuon):
-    update_rule_class = PairsRule
+PairsMuon = muon_with(PairsRule)
 
 
 def test_a_rule_that_is_wrong_with_megatron_fsdp_alone_fails():
@@ -223,8 +409,7 @@ class ForgetfulRule(MuonRule):
         return super()._directions(items, arriving, outs)
 
 
-class ForgetfulMuon(TensorParallelMuon):
-    update_rule_class = ForgetfulRule
+ForgetfulMuon = muon_with(ForgetfulRule)
 
 
 def test_a_rule_that_changes_state_in_a_skipped_step_fails():
