@@ -29,6 +29,7 @@ def of(count: int, size: int | tuple[int, ...] = 1, dtype: torch.dtype = torch.f
 
 A, B, C, BF16 = *of(3, 10), torch.ones(10, dtype=torch.bfloat16)
 SQUARE, NUMBER = torch.ones(4, 4), torch.ones(())
+STACK, INTO = torch.ones(2, 4, 4), torch.ones(2, 4, 4)
 
 SINGLE: dict[str, tuple[Callable[[], Any], int, int]] = {
     "views": (lambda: SQUARE.t()[1:].flatten(0).view(12)[::2].unsqueeze(0).detach(), 1, 2 * 48),
@@ -46,6 +47,12 @@ SINGLE: dict[str, tuple[Callable[[], Any], int, int]] = {
     "to the host": (lambda: float(A[0]), 0, 0),
     "a reduction": (lambda: SQUARE.sum(dim=0), 1, 64 + 16),
     "a product": (lambda: SQUARE @ SQUARE, 0, 0),
+    # its addend is copied, unless it is the result
+    "a product with an addend": (lambda: torch.addmm(SQUARE, SQUARE, SQUARE), 1, 64 + 64),
+    "that into another": (lambda: torch.baddbmm(STACK, STACK, STACK, out=INTO), 1, 128 + 128),
+    "with a row": (lambda: torch.addmm(SQUARE[0], SQUARE, SQUARE), 1, 16 + 64),
+    "that in place": (lambda: torch.baddbmm(INTO, STACK, STACK, out=INTO), 0, 0),
+    "that times zero": (lambda: torch.addmm(SQUARE, SQUARE, SQUARE, beta=0), 0, 0),
 }
 
 
@@ -59,23 +66,6 @@ def test_one_operator_is_one_kernel(name):
 def test_products_and_waits_are_apart():
     found = counted(lambda: (torch.mm(SQUARE, SQUARE), float(A[0]), A.add(1)))
     assert found == Amount(kernels=1, bytes=80, flops=128, kernels_in_all=2, host_waits=1)
-
-
-STACK, INTO = torch.ones(2, 4, 4), torch.ones(2, 4, 4)
-ADDENDS: dict[str, tuple[Callable[[], Any], int, int]] = {
-    "a new result": (lambda: torch.addmm(SQUARE, SQUARE, SQUARE), 1, 64 + 64),
-    "into another": (lambda: torch.baddbmm(STACK, STACK, STACK, out=INTO), 1, 128 + 128),
-    "a row": (lambda: torch.addmm(SQUARE[0], SQUARE, SQUARE), 1, 16 + 64),
-    "in place": (lambda: torch.baddbmm(INTO, STACK, STACK, out=INTO), 0, 0),
-    "times zero": (lambda: torch.addmm(SQUARE, SQUARE, SQUARE, beta=0), 0, 0),
-}
-
-
-@pytest.mark.parametrize("name", ADDENDS)
-def test_the_addend_of_a_product_is_copied_unless_it_is_the_result(name):
-    function, kernels, moved = ADDENDS[name]
-    found = counted(function)
-    assert (found.kernels, found.bytes) == (kernels, moved)
 
 
 def test_half_products_count_half_and_copy_nothing():
