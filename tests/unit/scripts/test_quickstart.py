@@ -78,28 +78,15 @@ def test_a_file_gets_a_line_every_20_steps_and_a_terminal_a_bar(monkeypatch):
     assert "of 45" not in screen + shown(monkeypatch, terminal=True, quiet=True)
 
 
-def call(monkeypatch, capfd, *arguments: object) -> tuple[int, str]:
-    """Call ``main`` as the script does; return its exit code and its errors."""
-    monkeypatch.setattr(sys, "argv", ["quickstart.py", *map(str, arguments)])
-    try:
-        code = quickstart.main()
-    except SystemExit as error:
-        code = error.code
-    return code, capfd.readouterr().err
-
-
-@pytest.fixture
-def reached(tmp_path):
-    """Checkpoints of a run that has done seven steps."""
-    folder = tmp_path / "run" / "checkpoints"
-    folder.mkdir(parents=True)
-    (folder / "latest_checkpointed_iteration.txt").write_text("7\n")
-    return folder
-
-
-def test_fewer_steps_than_the_checkpoint_has_are_refused(tmp_path, monkeypatch, capfd, reached):
-    code, said = call(monkeypatch, capfd, "--out", tmp_path / "run", "--steps", "6")
-    assert code == 2
+def test_fewer_steps_than_the_checkpoint_has_are_refused(tmp_path, monkeypatch, capfd):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("7\n")
+    flags = ["--out", str(tmp_path / "run"), "--steps", "6"]
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", *flags])
+    with pytest.raises(SystemExit, match="2"):
+        quickstart.main()
+    said = capfd.readouterr().err
     assert "--steps=6: must be at least 7" in said
     assert "Give more steps, or another --out." in said
     assert not (tmp_path / "quickstart-corpus").exists()
@@ -117,12 +104,9 @@ rank.wait()
 """
 
 
-def launched(script):
-    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-
-
 def test_who_stops_at_once_leaves_no_rank_behind():
-    launcher = launched(STARTS)
+    command = [sys.executable, "-c", STARTS]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert launcher.stdout.readline() == "ready\n"
     quickstart.stop_gently(launcher)
     assert launcher.poll() is None
