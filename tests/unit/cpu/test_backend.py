@@ -1,5 +1,6 @@
 """enable() maps what it promises, and disable() leaves nothing behind."""
 
+import logging
 import threading
 import types
 from collections.abc import Iterator
@@ -112,6 +113,23 @@ def test_backward_functions_see_the_gpu_too() -> None:
     torch.autograd.backward(Doubled.apply(x))
     assert torch.autograd.grad(Doubled.apply(x), x)[0].item() == 2
     assert len(stack_of_modes()) == 1
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_variable_decides(monkeypatch, caplog, device):
+    monkeypatch.setenv("MEGATRON_EOPT_DEVICE", device)
+    with caplog.at_level(logging.INFO):
+        assert cpu.choose_device() == cpu.enable_if_chosen() == device
+    assert cpu.is_enabled() == (device == "cpu") == ("MEGATRON_EOPT_DEVICE" in caplog.text)
+
+
+def test_without_the_variable_the_gpu_decides(monkeypatch):
+    monkeypatch.delenv("MEGATRON_EOPT_DEVICE", raising=False)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning does
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    with cpu.enabled():
+        assert torch.cuda.is_available()
+        assert cpu.choose_device() == expected
 
 
 def test_compiled_functions_run_eagerly() -> None:
