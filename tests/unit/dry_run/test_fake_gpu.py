@@ -67,13 +67,16 @@ def devices_of(optimizer: Any) -> set[str]:
     }
 
 
+def in_storage(name: str, **config: Any) -> tuple[int, Case]:
+    """Return the number of ranks of a case, and it with a model that is wrapped for its storage."""
+    world_size, case = CASES[name]
+    config = SHARDED | case.config | config
+    return world_size, replace(case, config=config, ddp={key: config[key] for key in SHARDED})
+
+
 @pytest.mark.parametrize("name", mostly_long(CASES, *USUAL))
 def test_a_step_stays_on_the_device(name):
-    world_size, case = CASES[name]
-    config = SHARDED | {"clip_grad": 1.0} | case.config
-    ddp = {"use_distributed_optimizer": config["use_distributed_optimizer"]}
-    case = replace(case, config=config, ddp=ddp)
-    devices, reads, crossings = run_ranks(1, on_gpu, world_size, case, cpu=False)[0]
+    devices, reads, crossings = run_ranks(1, on_gpu, *in_storage(name, clip_grad=1.0), cpu=False)[0]
     assert devices <= {"cuda:0"}
     assert reads <= NORM
     assert crossings == []
@@ -84,12 +87,8 @@ OFF_LOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 
 @pytest.mark.parametrize("name", ["muon, fragments", "muon, FSDP2", "soap, FSDP2"])
 def test_off_loaded_state_rests_on_the_host(name):
-    world_size, case = CASES[name]
-    is_sharded = "FSDP2" not in name
-    config = {**case.config, **OFF_LOADED, "use_distributed_optimizer": is_sharded}
-    case = replace(case, config=config, ddp={"use_distributed_optimizer": is_sharded})
     # what is updated on the device has been copied there, else torch would raise an error
-    devices, reads, _ = run_ranks(1, on_gpu, world_size, case, cpu=False)[0]
+    devices, reads, _ = run_ranks(1, on_gpu, *in_storage(name, **OFF_LOADED), cpu=False)[0]
     assert devices == {"cpu"}
     assert reads <= NORM
 
@@ -133,8 +132,5 @@ def counted(world_size: int, case: Case) -> tuple[Any, Any]:
     "name", mostly_long(["muon, fragments", "adaptive_muon, plain"], "muon, fragments")
 )
 def test_a_plan_counts_what_a_gpu_will_do(name):
-    world_size, case = CASES[name]
-    case = replace(case, config=SHARDED | {"clip_grad": 1.0} | case.config)
-    case = replace(case, ddp={key: case.config[key] for key in SHARDED})
-    planned, real = run_ranks(1, counted, world_size, case, cpu=False)[0]
+    planned, real = run_ranks(1, counted, *in_storage(name, clip_grad=1.0), cpu=False)[0]
     assert planned == real
