@@ -97,16 +97,10 @@ MUON = {"optimizer": "muon", "transformer_impl": "local", "qk_clip": False}
             ("use_megatron_fsdp", "async_save", "async_strategy"),
             "--async-strategy='mcore': fails at the",
         ),
-        (
-            {**MUON, "use_torch_fsdp2": True, "ckpt_format": "torch_dist"}
-            | {"tensor_model_parallel_size": 2, "calculate_per_token_loss": False},
-            (),
-            "--tensor-model-parallel-size=2: ",
-        ),
     ],
-    ids=["off-loaded state", "Megatron-FSDP", "torch FSDP2"],
+    ids=["off-loaded state", "Megatron-FSDP"],
 )
-def test_saves_and_layouts_that_would_fail_are_refused(given, needed, message):
+def test_saves_that_would_fail_are_refused(given, needed, message):
     check = validating_known_flags(lambda args, defaults: args)
     with pytest.raises(ConfigurationError, match=message):
         check(argparse.Namespace(**given, **SAVES))
@@ -125,6 +119,7 @@ FSDP2 |= {"tensor_model_parallel_size": 1, "calculate_per_token_loss": False}
         ({**FSDP2, "optimizer": "dist_muon"}, "--optimizer='dist_muon': .*--optimizer muon"),
         ({**FSDP2, "ckpt_format": "torch_dcp"}, "--ckpt-format='torch_dcp': .*torch_dist"),
         ({**FSDP2, "calculate_per_token_loss": True}, "--calculate-per-token-loss=True: "),
+        ({**FSDP2, **SAVES, "tensor_model_parallel_size": 2}, "--tensor-model-parallel-size=2: "),
         (
             {**FSDP2, "optimizer": "adam", "save": "folder", "no_save_optim": None},
             "--ckpt-format='torch_dist': .*Megatron's adam.*torch_dcp",
@@ -134,7 +129,7 @@ FSDP2 |= {"tensor_model_parallel_size": 1, "calculate_per_token_loss": False}
             "--optimizer='dist_muon': .*use-megatron-fsdp.*--optimizer muon",
         ),
     ],
-    ids=["buffers", "format", "tokens", "Megatron's state", "buffers, Megatron-FSDP"],
+    ids=["buffers", "format", "tokens", "TP", "Megatron's state", "buffers, Megatron-FSDP"],
 )
 def test_flags_that_fsdp_cannot_serve_are_refused(given, message):
     check = validating_known_flags(lambda args, defaults: args)
@@ -143,17 +138,11 @@ def test_flags_that_fsdp_cannot_serve_are_refused(given, message):
 
 
 WRONG = [
-    (
-        ["--optimizer", "mouon"],
-        "argument --optimizer: 'mouon' is not one of its values. Did you mean ",
-    ),
-    (
-        ["--muon-momentun", "0.9"],
-        "unrecognized arguments: --muon-momentun 0.9. Did you mean --muon-m",
-    ),
-    (["--muon-tp-mode", "none"], "'none' is not one of its values. Choose one of blockwise, "),
-    (["--xyzzy"], "unrecognized arguments: --xyzzy. script.py --help lists all flags"),
-    (["--lr", "much"], "argument --lr: invalid float value: 'much'. script.py --help"),
+    ("--optimizer mouon", "argument --optimizer: 'mouon' is not one of its values. Did you mean "),
+    ("--muon-momentun 0.9", "unrecognized arguments: --muon-momentun 0.9. Did you mean --muon-m"),
+    ("--muon-tp-mode none", "'none' is not one of its values. Choose one of blockwise, "),
+    ("--xyzzy", "unrecognized arguments: --xyzzy. script.py --help lists all flags"),
+    ("--lr much", "argument --lr: invalid float value: 'much'. script.py --help"),
 ]
 
 
@@ -166,9 +155,9 @@ def said(flags: list[str], rank: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize(("flags", "message"), WRONG, ids=[flags[0] for flags, _ in WRONG])
+@pytest.mark.parametrize(("flags", "message"), WRONG)
 def test_a_misspelled_flag_is_answered_in_one_line(flags, message):
-    (first,), (second,) = run_ranks(1, said, flags, "0"), run_ranks(1, said, flags, "1")
+    first, second = (run_ranks(1, said, flags.split(), rank)[0] for rank in "01")
     assert message in first
     assert first.count("\n") == 1
     assert not second, "all ranks have the same flags"
@@ -185,13 +174,7 @@ def test_what_megatron_would_refuse_it_is_not_shown_but_keeps():
     """Also if its check fails of something else."""
     hidden = ("optimizer_cpu_offload", "qk_clip", "log_max_attention_logit")
     asked = {"optimizer": "soap", "use_torch_fsdp2": True, **dict.fromkeys(hidden, True)}
-    args = argparse.Namespace(
-        **asked,
-        transformer_impl="local",
-        ckpt_format="torch_dist",
-        tensor_model_parallel_size=1,
-        calculate_per_token_loss=False,
-    )
+    args = argparse.Namespace(**{**FSDP2, **asked})
     shown = {}
 
     def fails(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
