@@ -15,7 +15,7 @@ from megatron_eopt.math.orthogonalize import scale_factor
 from megatron_eopt.tools.command import main
 from megatron_eopt.tools.rates import MODES, Scale, carried
 from tests.harness import run_ranks
-from tests.unit.test_command import printed
+from tests.unit.test_command import SMALL, printed
 
 # of Llama 3 8B, Kimi K2 and DeepSeek-V4: projections, experts, a router
 SHAPES = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (7168, 2048), (384, 7168)]
@@ -57,10 +57,7 @@ def test_blocks_of_tensor_parallel_ranks_update_as_much_as_whole_matrices(mode, 
     assert (rate * update(gradient)).norm() == pytest.approx(blockwise.norm().item(), rel=1e-3)
 
 
-MODEL = (
-    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --vocab-size 64 "
-    "--num-experts 4 --moe-layer-freq [0]*1+[1]*1 --swiglu"
-).split()
+MODEL = [*SMALL, "--num-experts", "4", "--moe-layer-freq", "[0]*1+[1]*1"]
 
 
 def test_the_command_converts_the_rate_of_each_weight():

@@ -12,7 +12,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.tools.dry_run import dry_world
 from megatron_eopt.tools.plan.architectures import Architecture
 from megatron_eopt.tools.plan.model import ParallelLayout, build_stage, stage_kinds, stages
-from tests.harness import run_ranks
+from tests.harness import models, run_ranks
 from tests.harness.tiers import mostly_long
 
 DENSE = Architecture(
@@ -43,14 +43,8 @@ MIXED = changed(
     moe_shared_expert_intermediate_size=40,
     moe_layer_freq=[0, 1, 1, 1],
 )
-LATENT = {
-    "q_lora_rank": 12,
-    "kv_lora_rank": 8,
-    "qk_head_dim": 6,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 8,
-    "num_query_groups": 4,
-}
+LATENT = {name: models.LATENT[name] for name in models.LATENT if name.endswith(("rank", "dim"))}
+LATENT["num_query_groups"] = 4
 CUT = ParallelLayout(tensor=2, pipeline=2, data=2)
 ALONE = ParallelLayout()
 CASES = {

@@ -24,7 +24,7 @@ from tests.harness.tiers import mostly_long
 from tests.unit.plan.test_model import DENSE, MIXED, changed
 
 CUT = ParallelLayout(tensor=2, pipeline=2, data=4)
-
+SHARDED: dict[str, Any] = {"lr": 0.01, "bf16": True, "use_distributed_optimizer": True}
 
 HALVED = changed(MIXED, moe_ffn_hidden_size=32, moe_shared_expert_intermediate_size=48)
 """All matrices have sizes of which kernels compute half of symmetric products."""
@@ -32,8 +32,7 @@ HALVED = changed(MIXED, moe_ffn_hidden_size=32, moe_shared_expert_intermediate_s
 
 def planned(architecture: Architecture, layout: ParallelLayout, fields: Any) -> dict[str, Any]:
     dist.destroy_process_group()
-    given = {"optimizer": "muon", "lr": 0.01, "bf16": True, "use_distributed_optimizer": True}
-    config = EmergingOptimizerConfig(**(given | fields))
+    config = EmergingOptimizerConfig(**({"optimizer": "muon"} | SHARDED | fields))
     return as_dict(plan(architecture, layout, MACHINES["H100"], config, tokens=2**22))
 
 
@@ -93,8 +92,7 @@ def test_a_plan_is_of_the_busiest_rank(architecture, layout):
 def shown(optimizer: str) -> tuple[dict[str, Any], list[str]]:
     """Return a plan on one rank, as values and as the lines that are printed."""
     dist.destroy_process_group()
-    how: dict[str, Any] = {"lr": 0.01, "bf16": True, "use_distributed_optimizer": True}
-    config = EmergingOptimizerConfig(optimizer=optimizer, **how)
+    config = EmergingOptimizerConfig(optimizer=optimizer, **SHARDED)
     found = plan(DENSE, ParallelLayout(), MACHINES["H100"], config, tokens=2**22)
     console = Console(file=StringIO(), width=120, markup=False)
     show_plan(found, "H100", Sources(2**22, 1, {}, []), console)
@@ -151,8 +149,7 @@ def test_where_ranks_outnumber_matrices_teams_have_less_to_do(name, layout, reco
 def exposures(*flops: float) -> list[tuple[int, int, Times]]:
     """Return the numbers of exchanges and of waves, and times, by the GPU's peak FLOP/s."""
     dist.destroy_process_group()
-    how: dict[str, Any] = {"use_distributed_optimizer": True, "matrix_buffer_mb": 0.004}
-    config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, bf16=True, **how)
+    config = EmergingOptimizerConfig(optimizer="muon", matrix_buffer_mb=0.004, **SHARDED)
     with dry_world(0, 4):
         model = build_stage(DENSE, ParallelLayout(data=4))
         report = report_of(get_megatron_optimizer(config, [model]), lambda: None)
@@ -187,17 +184,14 @@ def test_collectives_take_latency_and_the_slower_link():
 
 def test_collectives_know_where_their_ranks_are():
     rank = in_a_process(MIXED, ParallelLayout(data=4, expert=2))["busiest_rank"]
-    gathered = {
-        (call["ranks"], call["first"], call["last"])
-        for call in rank["collectives"]
-        if call["name"] == "allgather_into_tensor_coalesced"
-    }
-    for call in rank["collectives"]:
-        if call["name"] == "allgather_into_tensor_coalesced":
-            # in a ring, each rank sends the shards of all others on
-            assert call["bytes_sent"] == call["sent"] * (call["ranks"] - 1) * call["calls"]
+    name = "allgather_into_tensor_coalesced"
+    gathers = [call for call in rank["collectives"] if call["name"] == name]
+    for call in gathers:
+        # in a ring, each rank sends the shards of all others on
+        assert call["bytes_sent"] == call["sent"] * (call["ranks"] - 1) * call["calls"]
     experts = rank["rank"] % 2
-    assert gathered == {(4, 0, 3), (2, experts, experts + 2)}
+    places = {(call["ranks"], call["first"], call["last"]) for call in gathers}
+    assert places == {(4, 0, 3), (2, experts, experts + 2)}
 
 
 PURPOSES = {"gradient norm", "matrices to owners and back", "shared matrices", "stepped weights"}
@@ -249,8 +243,8 @@ GPT_0_5B = from_flags(
 
 @pytest.mark.parametrize(("groups", "tflop"), [(None, 11.0), (8, 8.8)])
 def test_a_gpu_s_step_stays_below_its_bars(groups, tflop):
-    fields = GPT_0_5B.fields | ({"num_query_groups": groups} if groups else {})
-    counted = in_a_process(replace(GPT_0_5B, fields=fields), ParallelLayout())["counted"]
+    shape = changed(GPT_0_5B, num_query_groups=groups) if groups else GPT_0_5B
+    counted = in_a_process(shape, ParallelLayout())["counted"]
     total, moved = counted["in_all"], counted["bytes_per_element"]
     assert total["flops"] <= tflop * 1e12
     assert total["kernels"] <= 200
