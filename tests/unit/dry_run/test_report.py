@@ -18,13 +18,14 @@ from tests.harness import run_ranks
 from tests.harness.kernels import serve_all
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt
+from tests.harness.tiers import mostly_long
 from tests.unit.dry_run.optimizers import BF16, FSDP2, dry_optimizer, in_fsdp2
 from tests.unit.storage.full_state import Case, optimizer_over
-from tests.unit.storage.runs import DENSE, MOE, inject, make_chunk
+from tests.unit.storage.runs import DENSE, MOE, PLAIN, SHARDED, inject, make_chunk
 
 CASES = {
     "dense": (2, Case("muon", DENSE | {"hidden": 64})),
-    "plain": (2, Case("muon", DENSE, config={"use_distributed_optimizer": False})),
+    "plain": (2, Case("muon", DENSE, config=PLAIN)),
     "experts": (4, Case("muon", MOE, {"ep": 2})),
     "tensor parallel": (4, Case("muon", DENSE | BF16, {"tp": 2})),
     "pipeline": (2, Case("muon", DENSE, {"pp": 2})),
@@ -108,16 +109,10 @@ def all_dry(world_size: int, case: Case) -> list[Any]:
 
 
 # of every kind of storage, layout and optimizer one; the others have no more to tell
-LONG = {"tensor parallel", "adaptive muon", "pipeline", "dense"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in CASES]
-)
+@pytest.mark.parametrize("name", mostly_long(CASES, "plain", "experts", "soap", "adam"))
 def test_a_dry_run_is_counted_as_a_real_one(name):
     world_size, case = CASES[name]
-    sharded = {"use_distributed_optimizer": True} | case.config
-    case = replace(case, ddp={"use_distributed_optimizer": sharded["use_distributed_optimizer"]})
+    case = replace(case, ddp=SHARDED | case.config)
     compare(run_ranks(world_size, real, case), each_dry(world_size, case))
 
 
