@@ -14,10 +14,7 @@ from scripts import prepare_corpus
 
 def prepare(capsys, *arguments: object) -> tuple[int, str]:
     """Call the script's ``main``; return its exit code and its errors."""
-    try:
-        code = prepare_corpus.main([str(argument) for argument in arguments])
-    except SystemExit as error:
-        code = error.code
+    code = prepare_corpus.main([str(argument) for argument in arguments])
     return code, capsys.readouterr().err
 
 
