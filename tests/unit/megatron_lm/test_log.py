@@ -10,23 +10,11 @@ from megatron_eopt.megatron_lm.log import TrainingLog, write_scalars
 from tests.harness import run_ranks
 
 
-class Written:
-    """A writer of TensorBoard, and a run of W&B."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.calls.append((name, value, step))
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.calls.append((values, step))
-
-
-def written() -> tuple[list[Any], list[Any]]:
+def written() -> list[list[Any]]:
+    """Return what a writer of TensorBoard and a run of W&B are called with."""
     from megatron.training import global_vars
 
-    board, run = Written(), Written()
+    board, run = mock.Mock(spec=["add_scalar"]), mock.Mock(spec=["log"])
     args = SimpleNamespace(consumed_train_samples=80)
     with (
         mock.patch.object(global_vars, "get_args", return_value=args),
@@ -34,7 +22,7 @@ def written() -> tuple[list[Any], list[Any]]:
         mock.patch.object(global_vars, "get_wandb_writer", return_value=run),
     ):
         write_scalars({"Adam/weight-rms": 0.5}, 10)
-    return board.calls, run.calls
+    return [[each.args for each in it.call_args_list] for it in (board.add_scalar, run.log)]
 
 
 def test_both_writers_get_what_megatron_would_write():
