@@ -162,17 +162,15 @@ def loaded_from(flags: list[str], folders: list[Path]) -> list[str]:
             done = checkpointing.load_checkpoint(model, optimizer, *args, **kwargs)
             digest = hashlib.blake2b(repr(done[0]).encode())
             for tensor in held(optimizer):
-                digest.update(plain(tensor).contiguous().view(torch.uint8).numpy().tobytes())
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                flat = local.reshape(-1).contiguous()
+                digest.update(flat.view(torch.uint8).numpy().tobytes())
             hashes.append(digest.hexdigest())
         return done
 
     with mock.patch.object(training, "load_checkpoint", load):
         _run_once(command(flags, folders[-1]))
     return hashes
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local().reshape(-1) if isinstance(tensor, DTensor) else tensor.reshape(-1)
 
 
 def faults_at(places: list[Place]) -> list[Fault]:

@@ -66,7 +66,6 @@ def _rates_of_groups(folder: str) -> tuple[list[float], list[float], set[tuple[s
     from megatron_eopt import hugging_face
 
     trainer = example("hugging_face_trainer")
-    overrides = {ParamKey(name="*layers.0.*"): {"lr_mult": 0.1}}
     rates: set[tuple[str, float]] = set()
 
     def noted(*arguments):
@@ -77,10 +76,10 @@ def _rates_of_groups(folder: str) -> tuple[list[float], list[float], set[tuple[s
 
     hugging_face.build_optimizer = noted
     options = {"use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 8}
-    options["overrides"] = overrides
-    whole = trainer.train(trainer.make_model("qwen3"), folder, **options)
-    resumed = trainer.train(
-        trainer.make_model("qwen3"), folder, f"{folder}/checkpoint-4", **options
+    options["overrides"] = {ParamKey(name="*layers.0.*"): {"lr_mult": 0.1}}
+    whole, resumed = (
+        trainer.train(trainer.make_model("qwen3"), folder, *saved, **options)
+        for saved in ([], [f"{folder}/checkpoint-4"])
     )
     return whole, resumed, rates
 
@@ -115,7 +114,6 @@ def _muon_after_adam(folder: str, page: str) -> tuple[bool, bool]:
     """Run the page's snippet; return whether momenta are zero, and second moments Adam's."""
     import torch
     import torch.distributed.checkpoint as dcp
-    from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import (
         get_optimizer_state_dict,
         set_optimizer_state_dict,
@@ -135,7 +133,7 @@ def _muon_after_adam(folder: str, page: str) -> tuple[bool, bool]:
     adam = torch.optim.AdamW(model.parameters())
     model(torch.arange(32).view(2, 16)).square().mean().backward()
     adam.step()
-    checkpoint.save({"optimizer": get_optimizer_state_dict(model, adam)}, checkpoint_id=folder)
+    dcp.save({"optimizer": get_optimizer_state_dict(model, adam)}, checkpoint_id=folder)
     names = {"torch": torch, "dcp": dcp, "model": again, "folder": folder}
     names |= {"TorchOptimizerConfig": TorchOptimizerConfig, "build_optimizer": build_optimizer}
     names |= {"get_optimizer_state_dict": get_optimizer_state_dict}
