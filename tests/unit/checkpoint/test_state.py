@@ -227,11 +227,14 @@ def test_no_sharded_tensor_is_made_but_those_that_are_asked_for(is_loading):
 
 def _synced() -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        for ddp, config in (({}, {}), (PLAIN, {}), (PLAIN, PLAIN)):
+        late = {"overlap_param_gather": True}
+        for ddp, config in (({}, {}), (OVERLAP, late), (PLAIN, {}), (PLAIN, PLAIN)):
             case = Case("muon", {**DENSE, "layers": 1, "dtype": dtype}, ddp=ddp, config=config)
             for child in (False, True):
                 chunk, optimizer = build(case)
                 steps(case, chunk, optimizer, 0, 1)
+                if ddp is OVERLAP:  # what a forward pass may do later
+                    chunk.start_param_sync(force_sync=True)
                 before = [param.detach().clone() for param in chunk.parameters()]
                 for param in chunk.parameters() if dtype == torch.bfloat16 else ():
                     param.data.zero_()
