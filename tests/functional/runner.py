@@ -1,15 +1,14 @@
 """Runs a case: on CPUs in worker processes that are kept, on GPUs by torchrun."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 from tests.functional.case_files import Case, Environment, Variant
 from tests.functional.metrics import Metrics, last_steps, metrics_of
-from tests.functional.script import ROOT, SCRIPT, TINY, _run_once, run_here, run_stock
+from tests.functional.script import SCRIPT, TINY, _run_once, run_here, run_stock
 from tests.harness import run_ranks
 from tests.harness.last_bits import other_last_bits
+from tests.harness.programs import output_of
 
 STEPS = 6
 TIMEOUT_S = 280.0
@@ -74,14 +73,7 @@ def _start(ranks: int, flags: list[str], seed: int | None) -> str:
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     if seed is not None:
         command += ["-m", "tests.harness.last_bits", str(seed)]
-    environment = {**os.environ, "MEGATRON_EOPT_DEVICE": "cuda", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [*command, str(SCRIPT), *flags],
-        env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"training failed:\n{done.stderr[-4000:]}")
-    return done.stdout
+    return output_of(*command, SCRIPT, *flags, timeout=TIMEOUT_S, MEGATRON_EOPT_DEVICE="cuda")
 
 
 def _train(flags: list[str], stock: bool, seed: int | None) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 from megatron_eopt import cpu, megatron_lm
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
+from tests.harness.programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
 STOCK_SCRIPT = ROOT / "tests" / "functional" / "upstream_style_gpt.py"
 

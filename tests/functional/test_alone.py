@@ -1,28 +1,22 @@
 """The optimizer of one's own loop needs torch alone, and the core none of the outside rooms."""
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.functional.script import ROOT, TINY, losses
+from tests.harness.programs import output_of
 
 HERE = Path(__file__).parent
 OUTSIDE = ("contrib", "tools", "testing")
 
 
 def run(*command: object, path: Path = ROOT) -> str:
-    env = os.environ | {"PYTHONPATH": str(path), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     # what emerging-optimizers compiles would take a minute
-    env["TORCHDYNAMO_DISABLE"] = "1"
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], env=env, cwd=path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout
+    variables = {"PYTHONPATH": str(path), "TORCHDYNAMO_DISABLE": "1"}
+    return output_of(sys.executable, *command, folder=path, **variables)
 
 
 def test_without_megatron_five_optimizers_train_save_and_load_on_another_number(tmp_path):

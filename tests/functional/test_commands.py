@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.functional.doc_commands import ROOT, Command, all_commands, rule_of
+from tests.harness.programs import finished
 
 COMMANDS = all_commands()
 
@@ -33,22 +34,8 @@ def those(how: str) -> list[object]:
 
 
 def shell(text: str, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "MEGATRON_EOPT_DEVICE": "cpu",
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-        **variables,
-    }
-    return subprocess.run(
-        ["bash", "-c", text],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return finished("bash", "-c", text, timeout=timeout, PATH=path, **variables)
 
 
 def test_every_command_has_a_rule():

@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +10,9 @@ from benchmarks.compare_optimizers.grid import Run
 from benchmarks.compare_optimizers.report import document
 from benchmarks.compare_optimizers.summary import common_loss, summaries
 from benchmarks.compare_optimizers.trainings import Result, Settings
+from tests.functional.test_quickstart import SMALL
+from tests.harness.programs import output_of
 
-ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Settings(steps=40, processes=1, flags=("--num-layers", "1"))
 
 
@@ -76,15 +74,10 @@ def test_time_to_the_loss_that_all_reach(results):
 
 @pytest.mark.long
 def test_two_optimizers_are_trained_and_compared(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.compare_optimizers", "--out", str(tmp_path)]
-    command += ["--seeds", "1", "--steps", "4", "--processes", "1"]
+    command = [sys.executable, "-m", "benchmarks.compare_optimizers", "--out", tmp_path]
+    command += ["--seeds", 1, "--steps", 4, "--processes", 1]
     command += ["--lr", "adam=1e-3,2e-3", "muon=1e-3", "--muon-fp32-matmul-prec", "highest"]
-    command += ["--num-layers", "1", "--hidden-size", "64", "--ffn-hidden-size", "128"]
-    environment = {**os.environ, "MEGATRON_EOPT_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        command, env=environment, text=True, capture_output=True, timeout=400, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    output_of(*command, *SMALL, timeout=400)
     read = json.loads((tmp_path / "comparison.json").read_text())
     assert [run["optimizer"] for run in read["runs"]] == ["adam", "muon", "adam"]
     for run in read["runs"]:

@@ -3,9 +3,7 @@
 import json
 import os
 import re
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from megatron_eopt.base import kernels
 from megatron_eopt.math import passes
 from tests.harness import run_ranks
 from tests.harness.bare import bare_python
+from tests.harness.programs import output_of
 from tests.harness.tiers import mostly_long
 
 
@@ -85,14 +84,10 @@ def test_the_page_lists_the_wheels_that_a_bare_machine_needs():
 @pytest.mark.timeout(900)
 def test_what_runs_on_a_gpu_has_been_rehearsed_on_a_cpu_with_these_wheels_alone(tmp_path, sections):
     python = bare_python(tmp_path / "bare", WHEELS)
-    command = [str(python), "-P", "-c", SMALLER, "--rehearse"]
-    command += ["--out", str(tmp_path), "--only", *sections]
-    environment = {**os.environ, "MEGATRON_EOPT_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
-    # as the command sets it, since to compile others' functions takes a minute
-    environment["TORCHDYNAMO_DISABLE"] = "1"
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert done.stdout.count(": passed after ") == len(sections)
+    command = [python, "-P", "-c", SMALLER, "--rehearse", "--out", tmp_path, "--only", *sections]
+    # without dynamo, as the command does, since to compile others' functions takes a minute
+    printed = output_of(*command, PYTHONPATH=str(ROOT), TORCHDYNAMO_DISABLE="1")
+    assert printed.count(": passed after ") == len(sections)
 
 
 def test_the_first_sections_fit_the_time_limit():
@@ -160,12 +155,9 @@ def test_waits_of_the_host_are_problems_but_for_adaptive_muons_norm(context):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_command_runs_all_sections(tmp_path):
-    command = [str(ROOT / "scripts" / "gpu_check.sh"), "--out", str(tmp_path), "--minutes", "13"]
-    python = bare_python(tmp_path / "bare", WHEELS)
-    environment = {**os.environ, "MEGATRON_EOPT_DEVICE": "cpu", "PYTHON": str(python)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=880)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    results = json.loads((Path(tmp_path) / "results.json").read_text())
+    command = [ROOT / "scripts" / "gpu_check.sh", "--out", tmp_path, "--minutes", 13]
+    output_of(*command, timeout=880, PYTHON=str(bare_python(tmp_path / "bare", WHEELS)))
+    results = json.loads((tmp_path / "results.json").read_text())
     states = {name: found["status"] for name, found in results["sections"].items()}
     assert states == dict.fromkeys((section.name for section in SECTIONS), "passed")
     assert {"torch", "megatron-core"} <= set(results["machine"]["packages"])

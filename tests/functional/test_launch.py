@@ -1,10 +1,8 @@
 """A script that knows nothing of us, started by the launcher."""
 
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +11,7 @@ from megatron_eopt import cpu, launch, megatron_lm
 from megatron_eopt.base.errors import ConfigurationError
 from tests.functional.script import EXPERTS, STOCK_SCRIPT, TINY, losses, run_here, run_stock
 from tests.harness import run_ranks
+from tests.harness.programs import output_of
 
 LAYER_WISE = """
     --hidden-dropout 0 --attention-dropout 0 --optimizer muon --use-distributed-optimizer
@@ -100,17 +99,10 @@ def _module(folder: str, *arguments: str) -> str:
 def test_runs_as_if_python_had_started_it(package, how):
     target = [str(package / "script.py")] if how == "script" else ["-m", "facts.relative"]
     target += ["--flag", "-m", "value"]
-    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
-    alone = subprocess.run(
-        [sys.executable, *target],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=package.parent,
-    )
-    (ours,) = run_ranks(1, _module, str(package.parent), *target, cpu=False)
-    assert facts(ours) == facts(alone.stdout)
+    folder = package.parent
+    alone = output_of(sys.executable, *target, folder=folder, PYTHONPATH=str(folder))
+    (ours,) = run_ranks(1, _module, str(folder), *target, cpu=False)
+    assert facts(ours) == facts(alone)
 
 
 def _again_in_a_child(script: str) -> dict[str, object]:

@@ -3,7 +3,6 @@
 import argparse
 import importlib.util
 import re
-import subprocess
 import sys
 import sysconfig
 from functools import partial
@@ -19,6 +18,7 @@ from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from tests.functional.doc_commands import ROOT, blocks
 from tests.functional.test_alone import HERE, run
 from tests.harness import run_ranks
+from tests.harness.programs import finished
 from tests.unit.fsdp2.model import config, eager
 
 
@@ -153,8 +153,7 @@ def test_connected_processes_that_accelerate_does_not_use_are_told_too(tmp_path)
     """On CPUs, accelerate connects them in any case, the Trainer's and those of an own loop."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    command += ["-m", "tests.functional.unconnected", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = finished(*command, "-m", "tests.functional.unconnected", tmp_path, timeout=200)
     for message in ("use_cpu=True", "pass cpu=True to accelerate's Accelerator"):
         assert message in done.stderr, done.stderr[-3000:]
 

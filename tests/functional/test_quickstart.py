@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from scripts import quickstart
+from tests.harness.programs import ROOT, output_of
 
-ROOT = Path(__file__).resolve().parents[2]
 EXPECTED = "(Preparing|Using) the corpus|Wrote |Training|The trainer's|step|Interrupted|Stopped"
 """How the lines begin that a newcomer sees."""
 SMALL = ["--num-layers", "1", "--hidden-size", "64", "--ffn-hidden-size", "128"]
@@ -20,13 +20,6 @@ SMALL = ["--num-layers", "1", "--hidden-size", "64", "--ffn-hidden-size", "128"]
 def command(out: Path, steps: int) -> list[str]:
     script = str(ROOT / "scripts" / "quickstart.py")
     return [sys.executable, script, "--steps", str(steps), "--out", str(out), *SMALL]
-
-
-def run(out: Path, steps: int, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run the quickstart to its end."""
-    return subprocess.run(
-        command(out, steps), env=environment, text=True, capture_output=True, timeout=180, cwd=ROOT
-    )
 
 
 @pytest.mark.parametrize(
@@ -76,18 +69,16 @@ def test_interrupted_and_gone_on_with(tmp_path):
     steps = saved + 4
     log = out / "training.log"
     before = len(log.read_text())
-    done = run(out, steps, environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    printed = output_of(*command(out, steps), timeout=180)
     iterations = [int(i) for i in re.findall(r"iteration +(\d+)/", log.read_text()[before:])]
     assert min(iterations) == saved + 1
     assert max(iterations) == steps
-    assert f"step {saved}: checkpoint loaded" in done.stdout
-    assert f"step {steps} of {steps}: loss " in done.stdout
-    assert re.search(r"Held-out loss: \d+\.\d+", done.stdout)
+    assert f"step {saved}: checkpoint loaded" in printed
+    assert f"step {steps} of {steps}: loss " in printed
+    assert re.search(r"Held-out loss: \d+\.\d+", printed)
     assert (out / "loss.png").stat().st_size > 10_000
 
     # evaluates again, and trains no more
-    done = run(out, steps, environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert not re.search(rf" of {steps}: loss", done.stdout)
-    assert re.search(rf"Held-out loss: \d+\.\d+ .*step {steps}\)", done.stdout)
+    printed = output_of(*command(out, steps), timeout=180)
+    assert not re.search(rf" of {steps}: loss", printed)
+    assert re.search(rf"Held-out loss: \d+\.\d+ .*step {steps}\)", printed)

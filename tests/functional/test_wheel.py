@@ -1,6 +1,5 @@
 """The wheel holds megatron_eopt alone, and works where nothing of this checkout is."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from tests.functional.script import ROOT, STOCK_SCRIPT, TINY, losses
+from tests.harness.programs import finished
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,7 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 def run(*command: object, folder: Path, warnings: str = "ignore") -> str:
     """Run a command in a folder outside of the checkout; return its output."""
-    changed = {"PYTHONPATH": "", "PYTHONWARNINGS": warnings, "MEGATRON_EOPT_DEVICE": "cpu"}
-    words, env = list(map(str, command)), os.environ | changed
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
+    done = finished(*command, folder=folder, PYTHONPATH="", PYTHONWARNINGS=warnings)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert warnings == "ignore" or not done.stderr
     return done.stdout
