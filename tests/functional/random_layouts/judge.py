@@ -2,17 +2,16 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from emerging_optimizers.soap import SOAP
 
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.matrices import Split, matrix_rows
-from tests.functional.random_layouts.draws import TRAINERS, Draw, Parameter, parameters, values
-from tests.reference.adaptive_muon import AdaptiveReference
+from tests.functional.random_layouts.draws import TRAINERS, Draw, parameters, values
 from tests.reference.muon import Matrix, newton_schulz
+from tests.unit.wrappers.by_hand import ByHand, norm_of
 
 AMBIGUOUS = 1e-3
 """A sign is not compared where it depends on less than this part of what is usual: float32 may have
@@ -35,141 +34,66 @@ def config_of(draw: Draw, **fields: Any) -> DrawConfig:
     return DrawConfig(optimizer=draw.optimizer, muon_fp32_matmul_prec="highest", **given)
 
 
-class Judge:
-    """Steps whole weights.
+class Judge(ByHand):
+    """Steps whole weights, a stack of matrices as one below another.
 
     Attributes:
-        weights: By name, in float64; nan where rounding decides what is right.
         norms: The norm of the gradients of each step.
     """
 
+    of_soap: ClassVar = {"eps": DrawConfig.soap_eps}
+
     def __init__(self, draw: Draw) -> None:
-        self._draw, self._config = draw, config_of(draw)
+        self._draw = draw
         self._params = {p.name: p for p in parameters(draw)}
+        exact = {name: self._values(name) for name in self._params}
+        super().__init__("own loop", {"optimizer": draw.optimizer}, exact)
         self._own_loop = draw.layouts[0].storage in TRAINERS[1]
-        self._exact = {name: values(draw, p).double().numpy() for name, p in self._params.items()}
-        self._unclear = {name: np.zeros(p.shape, bool) for name, p in self._params.items()}
-        self._state: dict[Any, Any] = {}
+        self.config = config_of(draw, **({"clip_grad": 0.0} if self._own_loop else {}))
+        self._unclear = {name: np.zeros(weight.shape, bool) for name, weight in exact.items()}
         self.norms: list[float] = []
 
+    def _values(self, name: str, *step: int) -> Matrix:
+        found = values(self._draw, self._params[name], *step).double().numpy()
+        return found.reshape(-1, found.shape[-1]) if found.ndim > 2 else found
+
     @property
-    def weights(self) -> dict[str, torch.Tensor]:
-        masked = {n: np.where(self._unclear[n], np.nan, w) for n, w in self._exact.items()}
-        return {name: torch.from_numpy(weight) for name, weight in masked.items()}
+    def expected(self) -> dict[str, torch.Tensor]:
+        """The weights in float64; nan where rounding decides what is right."""
+        masked = {n: np.where(self._unclear[n], np.nan, w) for n, w in self.weights.items()}
+        return {n: torch.from_numpy(w).view(self._params[n].shape) for n, w in masked.items()}
 
-    def step(self, number: int) -> None:
+    def is_main(self, name: str) -> bool:
+        return self._params[name].split is not None or self.config.optimizer == "adam"
+
+    def parts(self, name: str, rows: int) -> list[np.ndarray]:
+        return rows_of(self._params[name].split)
+
+    def take(self, number: int) -> None:
         """Take a step."""
-        grads = {
-            name: values(self._draw, param, number).double().numpy()
-            for name, param in self._params.items()
-            if name not in self._draw.frozen
-        }
-        self.norms.append(math.sqrt(sum(float((grad**2).sum()) for grad in grads.values())))
-        clip = 0.0 if self._own_loop else self._config.clip_grad
-        factor = min(1.0, clip / (self.norms[-1] + 1e-6)) if clip else 1.0
-        for name, grad in grads.items():
-            # where an optimizer has no gradient, a buffer has one of zeros
-            if not (self._own_loop and name in self._draw.without_gradient[number]):
-                self._step_one(self._params[name], factor * grad)
-                self._round(name)
-
-    def _round(self, name: str) -> None:
-        """Round a weight as an own loop does, which has no main weights."""
+        # where an optimizer has no gradient, a buffer has one of zeros
+        absent = self._draw.without_gradient[number] if self._own_loop else ()
+        names = self._params.keys() - {*self._draw.frozen, *absent}
+        grads = {name: self._values(name, number) for name in names}
+        self.norms.append(norm_of(grads))
+        self.step(number, grads)
         if self._own_loop and self._draw.dtype == "bfloat16":
-            rounded = torch.from_numpy(self._exact[name]).bfloat16()
-            self._exact[name] = rounded.double().numpy()
+            # it has no main weights
+            for name in names:
+                rounded = torch.from_numpy(self.weights[name]).bfloat16()
+                self.weights[name] = rounded.double().numpy()
 
-    def _step_one(self, param: Parameter, grad: Matrix) -> None:
-        config, weight = self._config, self._exact[param.name]
-        is_scalar = param.split is None and config.optimizer != "adam"
-        name = config.muon_scalar_optimizer if "muon" in config.optimizer else "adam"
-        name = name if is_scalar else config.optimizer
-        decay = config.weight_decay if weight.ndim > 1 else 0.0
-        if name == "soap":
-            self._soap(param, grad, decay)
-            return
-        update = getattr(self, f"_{name.removeprefix('adaptive_')}")(param, grad)
-        self._exact[param.name] = weight - config.lr * decay * weight - config.lr * update
+    def _lion(self, name: str, grad: Matrix, lr: float, decay: float) -> None:
+        beta = self.config.lion_beta1
+        mixed = beta * self.state[name].get("mean", 0) + (1 - beta) * grad
+        self._unclear[name] |= _near_zero(mixed)
+        super()._lion(name, grad, lr, decay)
 
-    def _of(self, *key: Any) -> dict[str, Any]:
-        return self._state.setdefault(key, {})
-
-    def _adam(self, param: Parameter, grad: Matrix) -> Matrix:
-        config, state = self._config, self._of(param.name)
-        b1, b2 = config.adam_beta1, config.adam_beta2
-        state["t"] = state.get("t", 0) + 1
-        state["m"] = b1 * state.get("m", 0) + (1 - b1) * grad
-        state["v"] = b2 * state.get("v", 0) + (1 - b2) * grad**2
-        m, v = state["m"] / (1 - b1 ** state["t"]), state["v"] / (1 - b2 ** state["t"])
-        return m / (np.sqrt(v) + config.adam_eps)
-
-    def _lion(self, param: Parameter, grad: Matrix) -> Matrix:
-        config, state = self._config, self._of(param.name)
-        b1, b2 = config.lion_beta1, config.lion_beta2
-        mixed = b1 * state.get("m", 0) + (1 - b1) * grad
-        state["m"] = b2 * state.get("m", 0) + (1 - b2) * grad
-        self._unclear[param.name] |= _near_zero(mixed)
-        return np.sign(mixed)
-
-    def _muon(self, param: Parameter, grad: Matrix) -> Matrix:
-        config, state = self._config, self._of(param.name)
-        momentum = config.muon_momentum
-        state["m"] = momentum * state.get("m", 0) + (1 - momentum) * grad
-        direction = state["m"]
-        if config.muon_nesterov:
-            direction = momentum * direction + (1 - momentum) * grad
-        flat = (-1, grad.shape[-1])
-        grad, direction = grad.reshape(flat), direction.reshape(flat)
-        update, unclear = np.zeros_like(direction), np.zeros(direction.shape, bool)
-        for number, rows in enumerate(rows_of(param.split)):
-            orthogonal = newton_schulz(direction[rows])
-            if config.optimizer == "adaptive_muon":
-                if config.adaptive_muon_moment2_method == "adamuon":
-                    unclear[rows] = _near_zero(orthogonal)
-                orthogonal = self._adapted(param, number, grad[rows], direction[rows])
-            scale = 1.0 if config.muon_scale_mode == "spectral" else 0.2
-            update[rows] = scale * math.sqrt(max(orthogonal.shape)) * orthogonal
-        self._unclear[param.name] |= unclear.reshape(param.shape)
-        return update.reshape(param.shape)
-
-    def _adapted(self, param: Parameter, number: int, grad: Matrix, direction: Matrix) -> Matrix:
-        config, state = self._config, self._of(param.name, number)
-        if not state:
-            state["reference"] = AdaptiveReference(
-                np.zeros((1, 1)),
-                config.adaptive_muon_moment2_method,
-                beta2=config.adaptive_muon_beta2,
-                eps=config.adaptive_muon_eps,
-                bias_correction=config.adaptive_muon_bias_correction,
-            )
-        state["reference"].steps += 1
-        return state["reference"]._normalized(0, grad, direction)
-
-    def _soap(self, param: Parameter, grad: Matrix, decay: float) -> None:
-        """Step each matrix by the class of emerging-optimizers, which computes in float32."""
-        config, flat = self._config, (-1, grad.shape[-1])
-        weight = self._exact[param.name].reshape(flat)
-        for number, rows in enumerate(rows_of(param.split)):
-            state = self._of(param.name, number)
-            if not state:
-                tensor = torch.nn.Parameter(torch.tensor(weight[rows], dtype=torch.float32))
-                betas = config.adam_beta1, config.adam_beta2
-                state["tensor"], state["soap"] = (
-                    tensor,
-                    SOAP(
-                        [tensor],
-                        config.lr,
-                        betas,
-                        config.soap_shampoo_beta,
-                        config.soap_eps,
-                        decay,
-                        use_kl_shampoo=config.soap_use_kl_shampoo,
-                    ),
-                )
-            state["tensor"].grad = torch.tensor(grad.reshape(flat)[rows], dtype=torch.float32)
-            state["soap"].step()
-            weight[rows] = state["tensor"].detach().double().numpy()
-        self._exact[param.name] = weight.reshape(param.shape)
+    def _adapted(self, name: str, number: int, grad: Matrix, direction: Matrix) -> Matrix:
+        if self.config.adaptive_muon_moment2_method == "adamuon":
+            rows = self.parts(name, len(grad))[number]
+            self._unclear[name][rows] |= _near_zero(newton_schulz(direction))
+        return super()._adapted(name, number, grad, direction)
 
 
 def rows_of(split: Split | None) -> list[np.ndarray]:

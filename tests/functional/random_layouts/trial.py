@@ -19,9 +19,9 @@ def problems_of(draw: Draw, folder: Path, timeout: float = TIMEOUT_S) -> list[st
     place = folder / "checkpoint"
     for layout, job, steps in zip(draw.layouts, (train, resume), STEPS, strict=True):
         for step in range(first, first + steps):
-            judge.step(step)
+            judge.take(step)
         first += steps
-        arguments = draw, str(place), judge.weights, judge.norms
+        arguments = draw, str(place), judge.expected, judge.norms
         place.mkdir(exist_ok=True)
         found = run_ranks(layout.ranks, job, *arguments, timeout=timeout, cpu=cpu)
         problems += [f"{job.__name__}, {line}" for lines in found for line in lines]

@@ -5,7 +5,7 @@ Nothing of the package is used here except the names and defaults of the fields.
 
 import math
 import zlib
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -104,8 +104,15 @@ def scale_of(config: Any, rows: int, cols: int) -> float:
     return factors[config.muon_scale_mode] * config.muon_extra_scale_factor
 
 
+def norm_of(grads: Weights) -> float:
+    return math.sqrt(sum(float((grad**2).sum()) for grad in grads.values()))
+
+
 class ByHand:
     """Steps all weights as the fields say, for a storage."""
+
+    of_soap: ClassVar[dict[str, Any]] = {}
+    """Arguments of SOAP that no fields give."""
 
     def __init__(self, storage: str, fields: dict[str, Any], weights: Weights) -> None:
         self.config: Any = EmergingOptimizerConfig(**fields)
@@ -125,6 +132,10 @@ class ByHand:
             or (name == "excluded.weight" and config.muon_ignore_use_muon and by_muon)
             or (name == "conv.weight" and config.muon_convolutions and by_muon)
         )
+
+    def parts(self, name: str, rows: int) -> list[np.ndarray]:
+        """Return the rows of each logical matrix of a weight."""
+        return parts_of(self.config, name, rows)
 
     def rate(self, name: str, step: int) -> float:
         config = self.config
@@ -148,7 +159,7 @@ class ByHand:
     def step(self, step: int, gradients: Weights) -> None:
         config = self.config
         grads = {name: grad.astype(np.float64) for name, grad in gradients.items()}
-        norm = math.sqrt(sum(float((grad**2).sum()) for grad in grads.values()))
+        norm = norm_of(grads)
         factor = min(1.0, config.clip_grad / norm) if config.clip_grad else 1.0
         if norm > config.grad_norm_skip_threshold:
             return
@@ -207,33 +218,34 @@ class ByHand:
         flat = (len(direction), -1)
         direction, plain = direction.reshape(flat), plain.reshape(flat)
         update = np.zeros_like(direction)
-        for number, rows in enumerate(parts_of(config, name, len(direction))):
+        for number, rows in enumerate(self.parts(name, len(direction))):
             if config.optimizer == "muon":
                 steps, coefficients = config.muon_num_ns_steps, config.muon_coefficient_type
                 orthogonal = newton_schulz(direction[rows], steps, coefficients)
             else:
-                second = state.setdefault(number, self._second_moments())
-                second.steps += 1
-                orthogonal = second._normalized(0, plain[rows], direction[rows])
+                orthogonal = self._adapted(name, number, plain[rows], direction[rows])
             update[rows] = orthogonal * scale_of(config, *orthogonal.shape)
         self._move(name, update.reshape(grad.shape), lr, decay)
 
-    def _second_moments(self) -> AdaptiveReference:
-        config = self.config
-        return AdaptiveReference(
-            np.zeros((1, 1)),
-            config.adaptive_muon_moment2_method,
-            beta2=config.adaptive_muon_beta2,
-            eps=config.adaptive_muon_eps,
-            bias_correction=config.adaptive_muon_bias_correction,
-        )
+    def _adapted(self, name: str, number: int, grad: Matrix, direction: Matrix) -> Matrix:
+        config, state = self.config, self.state[name]
+        if number not in state:
+            state[number] = AdaptiveReference(
+                np.zeros((1, 1)),
+                config.adaptive_muon_moment2_method,
+                beta2=config.adaptive_muon_beta2,
+                eps=config.adaptive_muon_eps,
+                bias_correction=config.adaptive_muon_bias_correction,
+            )
+        state[number].steps += 1
+        return state[number]._normalized(0, grad, direction)
 
     def _soap(self, name: str, grad: Matrix, lr: float, decay: float) -> None:
         """Each matrix by emerging-optimizers' class; without owners, fused weights are one."""
         config, state, weight = self.config, self.state[name], self.weights[name]
         whole = [np.arange(len(grad))]
         by_owners = self.storage != "replicated"
-        for rows in parts_of(config, name, len(grad)) if by_owners else whole:
+        for rows in self.parts(name, len(grad)) if by_owners else whole:
             key = int(rows[0])
             if key not in state:
                 param = nn.Parameter(torch.tensor(weight[rows], dtype=torch.float32))
@@ -246,6 +258,7 @@ class ByHand:
                         config.soap_shampoo_beta,
                         weight_decay=decay,
                         use_kl_shampoo=config.soap_use_kl_shampoo,
+                        **self.of_soap,
                     ),
                 )
             param, soap = state[key]
