@@ -127,15 +127,13 @@ class MegatronRun(Run):
         return {"model": model, "optimizer": state}
 
     def _saved(self, param: Parameter, tensor: Tensor) -> Any:
-        slab, is_expert = self.slabs[param.name], param.expert is not None
+        slab = self.slabs[param.name]
         cuts = [(slab.dim, slab.part, slab.parts)] if slab.dim != -1 else []
-        if is_expert:
-            data = parallel_state.get_expert_data_parallel_rank()
-            tensor_rank = parallel_state.get_expert_tensor_parallel_rank()
-        else:
+        if param.expert is None:
             data = parallel_state.get_data_parallel_rank()
-            tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-        replica = 0, 0 if cuts else tensor_rank, data
+        else:
+            data = parallel_state.get_expert_data_parallel_rank()
+        replica = 0, 0 if cuts else slab.part, data
         saved = ShardedTensor.from_rank_offsets(param.name, tensor, *cuts, replica_id=replica)
         return apply_swiglu_sharded_factory(saved, ()) if param.halves == 2 else saved
 
