@@ -1,7 +1,5 @@
 """Flags of tiny runs by the kind of their checkpoints."""
 
-import pytest
-
 _OF_FSDP = ["--untie-embeddings-and-output-weights", "--no-gradient-accumulation-fusion"]
 _MUON = "--optimizer muon --use-distributed-optimizer".split()
 
@@ -10,9 +8,3 @@ FORMATS = {
     "torch": "--optimizer muon --ckpt-format torch --tensor-model-parallel-size 2".split(),
     "fsdp_dtensor": [*_MUON, "--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", *_OF_FSDP],
 }
-
-
-def parameters(*everyday: str) -> list[object]:
-    """Return the names as parameters of a test, long but for the everyday ones."""
-    names = [name for name in FORMATS if name not in everyday]
-    return [*everyday, *(pytest.param(name, marks=pytest.mark.long) for name in names)]

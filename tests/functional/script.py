@@ -76,6 +76,17 @@ def train(*flags: str, ranks: int = 2, timeout: float = 120) -> str:
     return "".join(run_ranks(ranks, _run_once, [*TINY, *flags], timeout=timeout, cpu=False))
 
 
+def save(folder: Path, *flags: str, interval: int = 2, ranks: int = 2) -> None:
+    """Train two steps and save."""
+    saving = ["--save", str(folder), "--save-interval", str(interval)]
+    train("--train-iters", "2", *flags, *saving, ranks=ranks, timeout=300)
+
+
 def losses(output: str) -> list[str]:
     """Return the training losses as printed."""
     return re.findall(r"lm loss: (\S+)", output)
+
+
+def numbers(output: str) -> list[float]:
+    """Return the training losses."""
+    return [float(loss) for loss in losses(output)]

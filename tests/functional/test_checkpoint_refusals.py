@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.script import TINY, _run_once, losses, run_here, run_stock, train
+from tests.functional.script import TINY, _run_once, losses, run_here, run_stock, save, train
 from tests.harness import run_ranks
 
 # the schedule of a longer run is another one
@@ -32,11 +32,6 @@ def refused(folder: Path, *flags: str) -> str:
     assert errors[0] == errors[1]
     assert errors[0], "it was loaded"
     return errors[0]
-
-
-def save(folder: Path, *flags: str) -> None:
-    saving = ["--save", str(folder), "--save-interval", "2"]
-    train("--train-iters", "2", *flags, *saving, timeout=240)
 
 
 @pytest.mark.long

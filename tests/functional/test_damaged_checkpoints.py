@@ -16,10 +16,11 @@ import pytest
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.guard.files import LIST
 from megatron_eopt.tools.explain import TRACKER, explain
-from tests.functional.formats import FORMATS, parameters
-from tests.functional.script import TINY, _run_once, losses, train
+from tests.functional.formats import FORMATS
+from tests.functional.script import TINY, _run_once, losses, save, train
 from tests.harness import RankError, run_ranks
 from tests.harness.long_results import record_faults
+from tests.harness.tiers import mostly_long
 
 DAMAGES = {
     "missing": lambda path: path.unlink(missing_ok=True),
@@ -28,11 +29,6 @@ DAMAGES = {
     # of the same length
     "garbage": lambda path: path.write_bytes(b"\x13" * path.stat().st_size),
 }
-
-
-def save(folder: Path, flags: list[str], interval: int = 2) -> None:
-    saving = ["--save", str(folder), "--save-interval", str(interval)]
-    train(*flags, "--train-iters", "2", *saving, timeout=300)
 
 
 def exchange(first: Path, second: Path) -> None:
@@ -88,10 +84,10 @@ def load_each(flags: list[str], folders: list[str]) -> tuple[list[str], str]:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("form", parameters("torch_dist"))
+@pytest.mark.parametrize("form", mostly_long(FORMATS, "torch_dist"))
 def test_every_fault_of_every_file_is_refused(tmp_path, form, record_property):
     good = tmp_path / "good"
-    save(good, FORMATS[form], interval=1)
+    save(good, *FORMATS[form], interval=1)
     copies = []
     for names, fault, inflict in faults_in(good):
         copy = tmp_path / "copies" / str(len(copies))
@@ -126,7 +122,7 @@ def test_every_fault_of_every_file_is_refused(tmp_path, form, record_property):
 
 
 def test_a_folder_of_torch_dist_keeps_its_name(tmp_path):
-    save(tmp_path, FORMATS["torch_dist"])
+    save(tmp_path, *FORMATS["torch_dist"])
     (tmp_path / "iter_0000002" / "metadata.json").unlink()
     with pytest.raises(RankError, match=r"metadata\.json") as refused:
         train(*FORMATS["torch_dist"], "--load", str(tmp_path), timeout=300)
@@ -135,7 +131,7 @@ def test_a_folder_of_torch_dist_keeps_its_name(tmp_path):
 
 @pytest.mark.long
 def test_a_step_is_loaded_without_a_tracker(tmp_path):
-    save(tmp_path, FORMATS["torch_dist"], interval=1)
+    save(tmp_path, *FORMATS["torch_dist"], interval=1)
     flags = [*FORMATS["torch_dist"], "--override-opt_param-scheduler", "--load", str(tmp_path)]
     for damage in DAMAGES.values():
         damage(tmp_path / TRACKER)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_eopt.checkpoint.common_state import read_common_state
 from megatron_eopt.guard.contents import forget_metadata
-from tests.functional.script import TINY, _run_once, train
+from tests.functional.script import TINY, _run_once, save
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
 
@@ -46,9 +46,7 @@ def reads_of(flags: list[str]) -> Counter[str]:
 @pytest.mark.parametrize("form", mostly_long(FORMS, "torch_dist"))
 def test_metadata_are_read_once(tmp_path: Path, form: str) -> None:
     flags = ["--optimizer", "muon", "--use-distributed-optimizer", *FORMS[form]]
-    train(
-        *flags, "--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2", timeout=300
-    )
+    save(tmp_path, *flags)
     if form == "torch_dist":
         # although Megatron asks for state by bucket: its own optimizers load what this says
         said = read_common_state(tmp_path / "iter_0000002")["content_metadata"]

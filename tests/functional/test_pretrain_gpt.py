@@ -7,7 +7,7 @@ import pytest
 
 from megatron_eopt.checkpoint.trainer import _warn_of_later_checkpoints
 from megatron_eopt.testing.pool import RankError
-from tests.functional.script import losses, train
+from tests.functional.script import losses, numbers, train
 
 
 @pytest.mark.long
@@ -49,19 +49,11 @@ def test_rows_are_cut_once_more_from_one_run_to_the_next(tmp_path, storage):
     """Weight rematerialization over two ranks, over none, and over two again."""
     flags = ["--optimizer", "muon", *storage, "--untie-embeddings-and-output-weights"]
     flags += ["--hidden-dropout", "0", "--attention-dropout", "0", "--swiglu"]
-    files = [
-        "--save",
-        str(tmp_path),
-        "--load",
-        str(tmp_path),
-        "--save-interval",
-        "2",
-        "--exit-interval",
-        "2",
-    ]
-    expected = [float(loss) for loss in losses(train(*flags))]
+    files = ["--save", str(tmp_path), "--load", str(tmp_path)]
+    files += ["--save-interval", "2", "--exit-interval", "2"]
+    expected = numbers(train(*flags))
     for stop, shards in ((2, "2"), (4, "1"), (6, "2")):
-        its = train(*flags, *files, "--tensor-parallel-num-weight-shards", shards)
+        its = numbers(train(*flags, *files, "--tensor-parallel-num-weight-shards", shards))
         # Megatron prints the mean over all steps before the first line
         last = sum(expected[stop - 2 : stop]) / 2 if stop > 2 else expected[1]
-        assert float(losses(its)[-1]) == pytest.approx(last, rel=2e-3)
+        assert its[-1] == pytest.approx(last, rel=2e-3)

@@ -12,7 +12,7 @@ from megatron_eopt.tools.dry_run import dry_world
 from megatron_eopt.tools.plan.architectures import Architecture
 from megatron_eopt.tools.plan.model import ParallelLayout, build_stage, stage_kinds
 from megatron_eopt.tools.recipe import NAMES, recipe
-from tests.functional.script import _run_once, losses, run_here
+from tests.functional.script import _run_once, numbers, run_here
 from tests.functional.test_qk_clip import logged
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
@@ -80,8 +80,7 @@ def test_megatron_takes_every_flag(name):
 def trained(name: str, flags: str, ranks: int = 1) -> list[float]:
     """Return the losses of a recipe's small model."""
     words = [*recipe(name).words(small=True), *flags.split()]
-    output = "".join(run_ranks(ranks, _run_once, words, timeout=240, cpu=False))
-    return [float(loss) for loss in losses(output)]
+    return numbers("".join(run_ranks(ranks, _run_once, words, timeout=240, cpu=False)))
 
 
 CHANGES = {

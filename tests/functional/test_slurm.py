@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eopt import launch
 from tests.functional.saved_states import differing
-from tests.functional.script import ROOT, STOCK_SCRIPT, TINY, losses, run_here
+from tests.functional.script import ROOT, STOCK_SCRIPT, TINY, losses
 from tests.functional.slurm_cluster import NODES, cluster, idle_nodes, missing, slurm, wait_until
+from tests.functional.test_launch import launched
 from tests.harness import run_ranks
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
@@ -145,10 +145,6 @@ def test_after_a_nodes_failure_it_loses_at_most_an_interval(environment, undistu
     begun = next(n for n, (a, b) in enumerate(pairwise(job.steps)) if b <= a)
     assert 0 <= job.steps[begun] - job.steps[begun + 1] < INTERVAL
     assert differing(job.last, undisturbed.last) == []
-
-
-def launched(*arguments: str) -> str:
-    return run_here(launch.main, list(arguments))
 
 
 @pytest.mark.parametrize("how", ["a path", "a module"])
