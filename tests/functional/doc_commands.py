@@ -27,22 +27,13 @@ _FIRST_DAYS = "tests/functional/long/test_first_days.py runs them in order"
 RULES = (
     Rule(r".*(runs/(adam|muon)\b|--stop|--resume|hugging_face|--import).*", "parse", _FIRST_DAYS),
     Rule(r"\./scripts/quickstart\.sh\b.*", "long"),
-    Rule(
-        r"\./scripts/compare_optimizers\.sh\b.*",
-        "parse",
-        "tests/functional/test_compare_optimizers.py trains smaller models",
-    ),
+    Rule(r"\./scripts/compare_optimizers\.sh\b.*", "parse", "its test trains smaller models"),
     Rule(r"python -m benchmarks\.head_to_head .*", "help", "it would train for 40 minutes"),
-    Rule(
-        r"(UPSTREAM=\S+ )?\./scripts/test\.sh( --all(-rooms)?| \w+)?",
-        "parse",
-        "it is what runs these tests",
-    ),
+    Rule(r"(UPSTREAM=\S+ )?\./scripts/test\.sh( --all(-rooms)?| \w+)?", "parse", "it runs tests"),
     Rule(r"source \.venv/bin/activate", "run"),
     Rule(r"python -m pytest .*", "parse", "it runs tests"),
     Rule(r"python scripts/prepare_corpus\.py .*", "long"),
-    Rule(r"torchrun (--nproc-per-node 2|\.\.\.) scripts/pretrain_gpt\.py .*", "long"),
-    Rule(r"torchrun --nproc-per-node 2 examples/fsdp2_pretrain\.py .*", "long"),
+    Rule(r"torchrun (--nproc-per-node 2|\.\.\.) (scripts|examples)/\w*pretrain\w*\.py .*", "long"),
     Rule(r"torchrun --nproc-per-node 2 -m megatron_eopt\.launch pretrain_gpt\.py .*", "long"),
     Rule(
         r"torchrun (--nnodes \d+ )?--nproc-per-node 8 .*-m megatron_eopt\.launch .*",
@@ -54,9 +45,9 @@ RULES = (
     Rule(r"python -m tests\.faults(\.seeds)? .*", "help", "it would run tests for minutes"),
     Rule(r"python -m scripts\.mutation .*", "help", "it would run tests for an hour"),
     Rule(r"\./scripts/pretrain_gpu\.sh .*(--help|--dry-run)\b.*", "run"),
-    Rule(r"\./scripts/pretrain_gpu\.sh .*", "help", "there is no GPU"),
-    Rule(r"\./scripts/gpu_check\.sh\b.*", "help", "there is no GPU"),
-    Rule(r"\./scripts/transformer_engine\.sh .*", "help", "there is no GPU"),
+    Rule(
+        r"\./scripts/(pretrain_gpu|gpu_check|transformer_engine)\.sh\b.*", "help", "there is no GPU"
+    ),
     Rule(r"python -m pip wheel .*", "parse", "it would download packages"),
     Rule(r"docker (build|run) .*", "parse", "there is no container engine"),
     Rule(r"RUN_DIR=\S+ sbatch .*", "parse", "there is no cluster"),
@@ -86,17 +77,13 @@ def commands_of(page: Path) -> list[Command]:
     """Return the commands in the fenced shell blocks of a page."""
     commands = []
     for first, block in blocks(page.read_text(), "bash", "sh", "shell", "console"):
-        lines = block.splitlines()
-        number = 0
-        while number < len(lines):
-            start, text = number, lines[number]
-            while text.endswith("\\"):
-                number += 1
-                text = f"{text[:-1].rstrip()} {lines[number].strip()}"
-            number += 1
+        # a line that ends with a backslash goes on in the next one
+        for match in re.finditer(r"(?:.*\\\n)*.+", block):
+            text = re.sub(r"\s*\\\n\s*", " ", match[0])
             text = re.sub(r"(^|\s+)#.*", "", text).strip()
             if text:
-                commands.append(Command(page.name, first + start, text))
+                line = first + block[: match.start()].count("\n")
+                commands.append(Command(page.name, line, text))
     return commands
 
 
