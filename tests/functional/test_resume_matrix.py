@@ -13,10 +13,6 @@ import torch
 from megatron.core import dist_checkpointing
 from torch import Tensor, distributed
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.nn import functional
 
 from megatron_eopt.config.registry import optimizer_names
@@ -33,10 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LAYOUTS = tuple(itertools.product((1, 2), (1, 2)))
 """Tensor parallel, data parallel."""
 
-METHODS = ("normuon", "adamuon", "namo")
-"""Second moments of adaptive Muon, each an optimizer of its own here."""
-
-OPTIMIZERS = (*METHODS, *(name for name in optimizer_names() if name != "adaptive_muon"))
+OPTIMIZERS = (*fsdp2.METHODS, *(name for name in optimizer_names() if name != "adaptive_muon"))
 
 EQUAL = "equal"
 MODEL = {"layers": 1, "hidden": 16, "heads": 4, "query_groups": 2, "gated": True, "bias": True}
@@ -54,21 +47,19 @@ class Cell:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return what names the optimizer in a configuration."""
-        if self.optimizer in METHODS:
-            method = {"adaptive_muon_moment2_method": self.optimizer}
-            return {"optimizer": "adaptive_muon", **method}
-        if self.optimizer == "sinkhorn_muon":  # demands more of matrices than of fused ones
-            return {"optimizer": self.optimizer, "muon_split_qkv": False}
-        return {"optimizer": self.optimizer}
+        """Return what else a configuration says of the optimizer."""
+        # it demands more of matrices than of fused ones
+        return {"muon_split_qkv": False} if self.optimizer == "sinkhorn_muon" else {}
 
     @property
     def case(self) -> Case:
         """Return the run of a Megatron model."""
         storage = {"use_distributed_optimizer": self.storage == "sharded"}
-        model, fields = {**MODEL, "dtype": DTYPES[self.dtype]}, self.fields
-        name = fields.pop("optimizer")
-        return Case(name, model, {"tp": self.tensor}, storage, {**storage, **fields})
+        model = {**MODEL, "dtype": DTYPES[self.dtype]}
+        name, config = self.optimizer, {**storage, **self.fields}
+        if name in fsdp2.METHODS:
+            name, config["adaptive_muon_moment2_method"] = "adaptive_muon", name
+        return Case(name, model, {"tp": self.tensor}, storage, config)
 
 
 def cells(
@@ -143,14 +134,13 @@ def _of_fsdp2(some: list[Cell], folder: str) -> dict[Cell, str]:
     results = {}
     for number, cell in enumerate(some):
         layout = "fsdp_tp" if cell.tensor > 1 else "fsdp"
-        fields = cell.fields
-        settings = fsdp2.config(fields.pop("optimizer"), **fields)
+        settings = fsdp2.config(cell.optimizer, **cell.fields)
         model = fsdp2.make_model(layout, DTYPES[cell.dtype])
         if cell.optimizer == "sinkhorn_muon":
             _start_at_equal_sums(model)
         optimizer = build_optimizer(model, settings)
         _inject(model, optimizer, 0, 2)
-        saved = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        saved = {"optimizer": fsdp2.by_torch(model, optimizer)}
         checkpoint.save(saved, checkpoint_id=f"{folder}/{number}")
         at_save = fsdp2.weights(model)
         _inject(model, optimizer, 2, 4)
@@ -160,9 +150,9 @@ def _of_fsdp2(some: list[Cell], folder: str) -> dict[Cell, str]:
             for name, param in model.named_parameters():
                 param.copy_(fsdp2.shard(at_save[name], param))
         optimizer = build_optimizer(model, settings)
-        loaded = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        loaded = {"optimizer": fsdp2.by_torch(model, optimizer)}
         checkpoint.load(loaded, checkpoint_id=f"{folder}/{number}")
-        set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
+        fsdp2.load(fsdp2.by_torch, model, optimizer, loaded["optimizer"])
         _inject(model, optimizer, 2, 4)
         results[cell] = _told(differences(expected, fsdp2.weights(model)))
     return results

@@ -6,10 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as torch_checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -19,7 +15,7 @@ from megatron_eopt.fsdp2 import build_optimizer
 from tests.functional.random_layouts.draws import Draw, Layout, parameters, values
 from tests.functional.random_layouts.judge import config_of
 from tests.functional.random_layouts.models import Run, mark, modules
-from tests.unit.fsdp2.model import shard
+from tests.unit.fsdp2.model import by_torch, load, shard
 
 
 class OwnRun(Run):
@@ -75,8 +71,7 @@ class OwnRun(Run):
 
     def _state(self) -> dict[str, Any]:
         weights = {name: tensor.detach() for name, (_, tensor) in self.params.items()}
-        state = get_optimizer_state_dict(self.trained, self.optimizer)
-        return {"model": weights, "optimizer": state}
+        return {"model": weights, "optimizer": by_torch(self.trained, self.optimizer)}
 
     def save(self, folder: Path) -> None:
         torch_checkpoint.save(self._state(), checkpoint_id=folder)
@@ -85,4 +80,4 @@ class OwnRun(Run):
         state = self._state()
         # weights are loaded in place
         torch_checkpoint.load(state, checkpoint_id=folder)
-        set_optimizer_state_dict(self.trained, self.optimizer, state["optimizer"])
+        load(by_torch, self.trained, self.optimizer, state["optimizer"])
