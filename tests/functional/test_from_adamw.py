@@ -6,22 +6,19 @@ import io
 
 import pytest
 
-from tests.functional.test_other_trainers import example
+from tests.functional.test_other_trainers import arguments_of, example
 from tests.harness import run_ranks
 from tests.harness.log import listening
+from tests.unit.fsdp2.model import whole
 
 transformers = pytest.importorskip("transformers")
 
-RATE = 3e-3
-FULL = {"fsdp": True, "fsdp_config": {"version": 2}}
+SHARDED = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
 LAYOUTS = {
     "one process": (1, {"use_cpu": True}),
     "DDP": (2, {"use_cpu": True}),
-    "FSDP2, one file": (2, FULL),
-    "FSDP2, sharded": (
-        2,
-        {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}},
-    ),
+    "FSDP2, one file": (2, {"fsdp": True, "fsdp_config": {"version": 2}}),
+    "FSDP2, sharded": (2, {"fsdp": True, "fsdp_config": SHARDED}),
 }
 
 
@@ -38,39 +35,30 @@ class Noting(transformers.TrainerCallback):
             self.found = copy.deepcopy({n: dict(inner.state[p]) for p, n in inner.names.items()})
 
 
-def run(cls, folder, options, resume=None, **more):
+def run(cls, folder, options, resume=None):
     module = example("hugging_face_trainer")
     if "fsdp" in options:
         module.shard_on_cpus()
     noting = Noting()
-    options = {"max_steps": 8, "save_steps": 4, "logging_steps": 1, "report_to": [], **options}
-    options |= {"learning_rate": RATE, "weight_decay": 0.1, "per_device_train_batch_size": 4}
-    options |= {"disable_tqdm": True, "dataloader_pin_memory": False}
-    arguments = transformers.TrainingArguments(folder, **options)
-    trainer = cls(
-        module.make_model("llama"), arguments, train_dataset=module.make_data(), callbacks=[noting]
-    )
+    arguments = arguments_of(folder, per_device_train_batch_size=4, **options)
+    data = {"train_dataset": module.make_data(), "callbacks": [noting]}
+    trainer = cls(module.make_model("llama"), arguments, **data)
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train(resume_from_checkpoint=resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, noting
 
 
-def whole(value):
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
 def goes_on(folder, options):
     module = example("hugging_face_trainer")
     before, _ = run(transformers.Trainer, folder, options)
     with listening() as lines:
-        losses, noting = run(
-            module.MuonTrainer, f"{folder}/muon", options, f"{folder}/checkpoint-4"
-        )
+        start = f"{folder}/checkpoint-4"
+        losses, noting = run(module.MuonTrainer, f"{folder}/muon", options, start)
     assert losses[:4] == before[:4], "the steps before the checkpoint are the Trainer's"
     # data and schedule, which falls to zero in eight steps, go on where they were
     assert losses[4] == before[4]
-    assert noting.rates == [pytest.approx(RATE * 4 / 8)] * len(noting.rates)
+    assert noting.rates == [pytest.approx(3e-3 * 4 / 8)] * len(noting.rates)
     for state in noting.found.values():
         moments = [whole(value) for key, value in state.items() if key != "step"]
         assert all(bool(value.any()) == ("exp_avg" in state) for value in moments)
@@ -87,9 +75,7 @@ def test_embeddings_and_norms_keep_adamws_state(ranks, options, tmp_path):
     results = run_ranks(ranks, goes_on, str(tmp_path), options, cpu=False)
     for kept, fresh, lines in results[:1]:
         assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} <= kept
-        assert {
-            "model.layers.0.mlp.up_proj.weight",
-            "model.layers.1.self_attn.q_proj.weight",
-        } <= fresh
+        matrices = ("0.mlp.up_proj", "1.self_attn.q_proj")
+        assert {f"model.layers.{name}.weight" for name in matrices} <= fresh
         (line,) = (line for line in lines if "fresh" in line)
         assert "adam" in line, line

@@ -109,16 +109,21 @@ def hugging_face(folder, batch, **options):
     return found
 
 
+def arguments_of(folder, **options):
+    """Return the example's arguments of a Trainer, but for some."""
+    usual = {"max_steps": 8, "save_steps": 4, "logging_steps": 1, "report_to": []}
+    usual |= {"learning_rate": 3e-3, "weight_decay": 0.1}
+    usual |= {"disable_tqdm": True, "dataloader_pin_memory": False}
+    return transformers.TrainingArguments(str(folder), **usual | options)
+
+
 def shown_trainer(folder):
     """Return the losses of the Trainer that the page shows, and what it logs."""
     module = example("hugging_face_trainer")
     page = (ROOT / "docs/how_to/other_trainers.md").read_text()
     (shown,) = (text for _, text in blocks(page, "python") if "MuonTrainer(" in text)
-    options = {"learning_rate": 3e-3, "max_steps": 8, "logging_steps": 1, "use_cpu": True}
-    options |= {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
-    options |= {"weight_decay": 0.1}
     names = {"model": module.make_model("llama"), "data": module.make_data()}
-    names["arguments"] = transformers.TrainingArguments(str(folder), **options)
+    names["arguments"] = arguments_of(folder, use_cpu=True)
     exec(shown, names)
     return [entry["loss"] for entry in names["trainer"].state.log_history if "loss" in entry]
 
@@ -168,17 +173,12 @@ def resumed_rates(folder, checkpoint, learning_rate, overrides):
             names = optimizer.optimizer.names
             rates.append({names[p]: group["lr"] for group in groups for p in group["params"]})
 
-    options = {"max_steps": 8, "save_steps": 4, "report_to": [], "disable_tqdm": True}
-    options |= {"use_cpu": True, "dataloader_pin_memory": False, "learning_rate": learning_rate}
-    arguments = transformers.TrainingArguments(folder, **options)
     trainer = module.MuonTrainer(
         module.make_model("llama"),
-        arguments,
+        arguments_of(folder, use_cpu=True, learning_rate=learning_rate),
         train_dataset=module.make_data(),
         callbacks=[Noting()],
-        config_overrides={
-            ParamKey(name=name): {"lr_mult": mult} for name, mult in overrides.items()
-        },
+        config_overrides={ParamKey(name=n): {"lr_mult": mult} for n, mult in overrides.items()},
     )
     trainer.train(resume_from_checkpoint=checkpoint)
     return rates
