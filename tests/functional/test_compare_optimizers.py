@@ -16,19 +16,14 @@ from tests.harness.programs import output_of
 SETTINGS = Settings(steps=40, processes=1, flags=("--num-layers", "1"))
 
 
-def result(optimizer: str, lr: float, seed: int, losses: list[float], seconds: float) -> Result:
-    held_out = {10 * (number + 1): loss for number, loss in enumerate(losses)}
-    return Result(Run(optimizer, lr, seed), held_out, seconds)
-
-
 @pytest.fixture
 def results() -> list[Result]:
     def of(name: str, lr: float, seconds: float, losses: list[float]) -> list[Result]:
-        shifts = {1: 0.0, 2: 0.2, 3: -0.1}
-        return [
-            result(name, lr, seed, [loss + shift for loss in losses], seconds + shift / 10)
-            for seed, shift in shifts.items()
-        ]
+        found = []
+        for seed, shift in {1: 0.0, 2: 0.2, 3: -0.1}.items():
+            held_out = {10 * number: loss + shift for number, loss in enumerate(losses, 1)}
+            found.append(Result(Run(name, lr, seed), held_out, seconds + shift / 10))
+        return found
 
     diverged = Result(Run("muon", 3.0, 3), {10: 5.0}, 0.5, diverged=True)
     return [
