@@ -8,27 +8,24 @@ import torch
 from tests.functional import saved_states
 from tests.functional.script import losses, numbers, train
 from tests.harness import RankError
+from tests.harness.tiers import mostly_long
 
 # without dropout, so that losses hang on the weights alone
 COMMON = """
     --untie-embeddings-and-output-weights --clip-grad 0.5 --hidden-dropout 0 --attention-dropout 0
     --train-iters 4 --save-interval 2
 """.split()
-MANAGED = [
-    *COMMON,
-    *"--use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor".split(),
-    "--no-gradient-accumulation-fusion",
-]
-TORCH = [*COMMON, "--use-torch-fsdp2", "--no-gradient-accumulation-fusion"]
+MANAGED = "--use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor".split()
 MUON = ["--optimizer", "muon", "--muon-fp32-matmul-prec", "highest"]
 NORMUON = "--optimizer adaptive_muon --adaptive-muon-moment2-method normuon".split()
 
 
 def sharded(strategy):
     """Return the flags of torch's FSDP2, or of a strategy of Megatron-FSDP."""
-    if strategy == "torch":
-        return TORCH
-    return [*MANAGED, "--data-parallel-sharding-strategy", strategy]
+    own = ["--use-torch-fsdp2"]
+    if strategy != "torch":
+        own = [*MANAGED, "--data-parallel-sharding-strategy", strategy]
+    return [*COMMON, *own, "--no-gradient-accumulation-fusion"]
 
 
 def differing(*folders, iterations=(4, 4)):
@@ -41,25 +38,24 @@ def differing(*folders, iterations=(4, 4)):
     return [name for name in found if not name.startswith("rng_state")]
 
 
-CASES = [
+CASES = {
     # the norm's sum has another order, which clipping passes on
-    pytest.param("optim_grads_params", [*MUON, "--swiglu"], 1e-5, id="muon"),
-    pytest.param("optim_grads_params", ["--swiglu"], 1e-5, id="adam", marks=pytest.mark.long),
-    pytest.param("optim", MUON, 1e-5, id="muon, optim", marks=pytest.mark.long),
-    pytest.param("optim_grads", [*MUON, "--bf16"], 1e-2, id="muon, bf16", marks=pytest.mark.long),
+    "muon": ("optim_grads_params", [*MUON, "--swiglu"], 1e-5),
+    "adam": ("optim_grads_params", ["--swiglu"], 1e-5),
+    "muon, optim": ("optim", MUON, 1e-5),
+    "muon, bf16": ("optim_grads", [*MUON, "--bf16"], 1e-2),
     # it takes roundings of a gradient of low rank for directions
-    pytest.param(
-        "optim_grads_params", ["--optimizer", "soap"], 0.1, id="soap", marks=pytest.mark.long
-    ),
-    pytest.param("torch", [*MUON, "--swiglu"], 1e-5, id="torch, muon", marks=pytest.mark.long),
-    pytest.param("torch", [*MUON, "--bf16"], 1e-2, id="torch, bf16", marks=pytest.mark.long),
-    pytest.param("torch", [*MUON, *NORMUON], 1e-5, id="torch, normuon", marks=pytest.mark.long),
-    pytest.param("torch", ["--optimizer", "soap"], 0.1, id="torch, soap", marks=pytest.mark.long),
-]
+    "soap": ("optim_grads_params", ["--optimizer", "soap"], 0.1),
+    "torch, muon": ("torch", [*MUON, "--swiglu"], 1e-5),
+    "torch, bf16": ("torch", [*MUON, "--bf16"], 1e-2),
+    "torch, normuon": ("torch", [*MUON, *NORMUON], 1e-5),
+    "torch, soap": ("torch", ["--optimizer", "soap"], 0.1),
+}
 
 
-@pytest.mark.parametrize(("strategy", "flags", "tolerance"), CASES)
-def test_training_is_training_with_ddp_and_goes_on_bit_equal(tmp_path, strategy, flags, tolerance):
+@pytest.mark.parametrize("name", mostly_long(CASES, "muon"))
+def test_training_is_training_with_ddp_and_goes_on_bit_equal(tmp_path, name):
+    strategy, flags, tolerance = CASES[name]
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     storage = [] if strategy == "torch" else ["--use-distributed-optimizer"]
     replicated = numbers(train(*COMMON, *flags, *storage))
@@ -75,15 +71,15 @@ def test_training_is_training_with_ddp_and_goes_on_bit_equal(tmp_path, strategy,
     assert resumed[0] == straight[2]
 
 
-SPLIT = [
-    pytest.param([*MUON, "--muon-momentum-dtype", "int8"], id="int8"),
-    pytest.param([*MUON, "--bf16", "--muon-momentum-dtype", "fp8"], id="fp8"),
-    pytest.param(["--optimizer", "soap", "--bf16"], id="soap"),
-]
+SPLIT = {
+    "int8": [*MUON, "--muon-momentum-dtype", "int8"],
+    "fp8": [*MUON, "--bf16", "--muon-momentum-dtype", "fp8"],
+    "soap": ["--optimizer", "soap", "--bf16"],
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flags", SPLIT)
+@pytest.mark.parametrize("flags", SPLIT.values(), ids=SPLIT)
 def test_state_of_a_split_weight_is_saved_as_of_any_other(tmp_path, flags):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     flags = [*sharded("optim_grads_params"), *flags, "--swiglu"]
@@ -101,8 +97,7 @@ def test_another_model_or_format_is_refused_and_another_optimizer_starts_fresh(t
     again = [*sharded("optim_grads_params"), "--load", folder, "--ckpt-step", "2"]
     with pytest.raises(RankError, match="must hold this state of the optimizer"):
         train(*again, "--hidden-size", "32", timeout=240)
-    with pytest.raises(
-        RankError, match="is of format torch_dcp, and a run with --ckpt-format torch"
-    ):
+    both = "is of format torch_dcp, and a run with --ckpt-format torch"
+    with pytest.raises(RankError, match=both):
         train(*COMMON, "--use-distributed-optimizer", "--load", folder, timeout=240)
     assert len(losses(train(*again, *MUON, timeout=240))) == 2
