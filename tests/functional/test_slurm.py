@@ -107,12 +107,8 @@ def submit(
 def undisturbed(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Job:
     job = submit(environment, tmp_path_factory.mktemp("whole") / "job")
     assert job.end() == "COMPLETED", job.log[-3000:]
+    assert (job.steps, job.restarts) == (list(range(1, STEPS + 1)), 0)
     return job
-
-
-def test_two_nodes_train(undisturbed):
-    assert undisturbed.steps == list(range(1, STEPS + 1))
-    assert undisturbed.restarts == 0
 
 
 def test_before_the_time_limit_it_saves_and_goes_on_bit_equal(environment, undisturbed, tmp_path):
