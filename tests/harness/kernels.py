@@ -82,9 +82,6 @@ def interpreted_kernels(
         ]
         return dot(builder, *sides, *args)
 
-    multiplied = mock.patch.object(interpreter.InterpreterBuilder, "create_dot", widened)
-    served = mock.patch.object(kernels.Family, "runs", runs)
-
     patch, run = interpreter._patch_lang, interpreter.InterpretedFunction.__call__
 
     def run_and_restore(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,14 +104,12 @@ def interpreted_kernels(
         # what kernels call of Triton's own has been imported already
         return interpreter.InterpretedFunction(function.fn)(*args)
 
-    restored = mock.patch.object(interpreter.InterpretedFunction, "__call__", run_and_restore)
-    called = mock.patch.object(JITFunction, "__call__", call)
     with (
         mock.patch.object(interpreter, "_convert_float", to_nearest),
-        served,
-        called,
-        multiplied,
-        restored,
+        mock.patch.object(interpreter.InterpreterBuilder, "create_dot", widened),
+        mock.patch.object(interpreter.InterpretedFunction, "__call__", run_and_restore),
+        mock.patch.object(JITFunction, "__call__", call),
+        mock.patch.object(kernels.Family, "runs", runs),
     ):
         try:
             yield
