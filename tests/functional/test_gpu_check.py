@@ -33,8 +33,7 @@ def test_a_section_passes_on_a_cpu(context):
     found = outcome_of("memory", context)
     assert found.status == "passed", found.problems
     assert found.headline
-    assert json.loads(json.dumps(found.figures)) == found.figures
-    assert found.figures
+    assert json.loads(json.dumps(found.figures)) == found.figures != {}
 
 
 def test_every_back_end_has_its_row(context, monkeypatch):
@@ -126,12 +125,13 @@ def test_kernels_that_cannot_be_built_are_not_compared_with_themselves(context, 
     def fault(family, device):
         return "no C compiler" if family is passes.KERNELS else None
 
+    def problems():
+        return outcome_of("kernels", replace(context, device="cuda", outcome=Outcome())).problems
+
     monkeypatch.setattr(kernels.Family, "fault", fault)
-    found = outcome_of("kernels", replace(context, device="cuda", outcome=Outcome()))
-    assert found.problems == [f"{passes.KERNELS.name}: no C compiler"]
+    assert problems() == [f"{passes.KERNELS.name}: no C compiler"]
     monkeypatch.setenv(kernels.SWITCH, "0")
-    found = outcome_of("kernels", replace(context, device="cuda", outcome=Outcome()))
-    assert found.problems == ["MEGATRON_EOPT_KERNELS=0 turns all kernels off"]
+    assert problems() == ["MEGATRON_EOPT_KERNELS=0 turns all kernels off"]
 
 
 @pytest.mark.long
@@ -142,12 +142,9 @@ def test_a_rank_has_its_own_process_where_cuda_must_read_its_settings_anew(monke
     assert on_ranks(1, os.getpid) != [os.getpid()]
 
 
-def canned(context: Context, results: list) -> Context:
-    return replace(context, on_ranks=lambda *_: results, outcome=Outcome())
-
-
 def test_waits_of_the_host_are_problems_but_for_adaptive_muons_norm(context):
-    found = outcome_of("no_sync", canned(context, [{"gradients.read": 3, "engine.py:7 run": 1}]))
+    waits = {"gradients.read": 3, "engine.py:7 run": 1}
+    found = outcome_of("no_sync", replace(context, on_ranks=lambda *_: [waits], outcome=Outcome()))
     assert len(found.problems) == 5
     assert "adaptive_muon: the host waits 1 times in engine.py:7 run" in found.problems
 
