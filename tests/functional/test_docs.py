@@ -10,13 +10,22 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_eopt import EmergingOptimizerConfig, TorchOptimizerConfig, load_optimizer_config
+from megatron_eopt import (
+    EmergingOptimizerConfig,
+    TorchOptimizerConfig,
+    get_megatron_optimizer,
+    load_optimizer_config,
+)
 from megatron_eopt.arguments import add_arguments
-from megatron_eopt.config.registry import optimizer_names
+from megatron_eopt.base.imports import import_file
+from megatron_eopt.config.registry import is_registered, optimizer_names
 from megatron_eopt.tools.command import command_parser
 from tests.functional.doc_commands import PAGES, ROOT, blocks
 from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -91,14 +100,11 @@ def flags_of_scripts() -> frozenset[str]:
     return frozenset(found)
 
 
-def trainers_parser() -> argparse.ArgumentParser:
+def _flags_of_trainer() -> list[str]:
     from megatron.training.arguments import add_megatron_arguments
 
-    return add_arguments(add_megatron_arguments(argparse.ArgumentParser()))
-
-
-def _flags_of_trainer() -> list[str]:
-    return [option for action in trainers_parser()._actions for option in action.option_strings]
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser()))
+    return [option for action in parser._actions for option in action.option_strings]
 
 
 def named_flags(text: str) -> set[str]:
@@ -200,14 +206,6 @@ def test_extending_shows_the_examples_as_they_are(example, lines):
 
 
 def _train_with_the_example(distributed: bool) -> tuple[list[float], bool]:
-    import torch
-
-    from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
-    from megatron_eopt.base.imports import import_file
-    from megatron_eopt.config.registry import is_registered
-    from tests.harness.megatron import initialize_megatron
-    from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
-
     if not is_registered("sign_per_matrix"):
         import_file(str(EXAMPLE))
     initialize_megatron()

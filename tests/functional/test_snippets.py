@@ -2,15 +2,29 @@
 
 import dataclasses
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from megatron.core import dist_checkpointing
 from megatron.core.optimizer import OptimizerConfig
+from torch import nn
 
+import megatron_eopt
+from megatron_eopt import (
+    EmergingOptimizerConfig,
+    TorchOptimizerConfig,
+    build_optimizer,
+    get_megatron_optimizer,
+)
+from megatron_eopt.config.registry import entries
 from tests.functional.doc_commands import PAGES, ROOT, blocks
 from tests.harness import run_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
 
 ELSEWHERE = {
     "@register_storage": "tests/unit/wrappers/test_own_storage.py",
@@ -33,18 +47,6 @@ EXAMPLE = "sign_per_matrix"
 
 def readers_own() -> dict[str, Any]:
     """Return the names that snippets take from the reader's program."""
-    import torch
-    from torch import nn
-
-    import megatron_eopt
-    from megatron_eopt import (
-        EmergingOptimizerConfig,
-        TorchOptimizerConfig,
-        build_optimizer,
-        get_megatron_optimizer,
-    )
-    from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
-
     chunk = wrap_ddp(tiny_gpt(layers=1), use_distributed_optimizer=True)
     config = EmergingOptimizerConfig(optimizer="muon", lr=2e-3, use_distributed_optimizer=True)
     optimizer = get_megatron_optimizer(config, [chunk])
@@ -66,25 +68,19 @@ def readers_own() -> dict[str, Any]:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.lm_head(self.blocks[0](x))
 
-    model = Model()
-    own = {"EmergingOptimizerConfig": EmergingOptimizerConfig, "model": model, "torch": torch}
-    own |= {"TorchOptimizerConfig": TorchOptimizerConfig, "megatron_eopt": megatron_eopt}
-    own |= {"get_megatron_optimizer": get_megatron_optimizer}
-    own |= {"build_optimizer": build_optimizer, "dataclasses": dataclasses, "iteration": 100}
-    own |= {"model_chunks": [chunk], "config": config, "dataclass": dataclasses.dataclass}
+    imported = (build_optimizer, get_megatron_optimizer, dataclasses.dataclass)
+    own = {one.__name__: one for one in (*imported, torch, dataclasses, megatron_eopt)}
+    own |= {cls.__name__: cls for cls in (EmergingOptimizerConfig, TorchOptimizerConfig)}
+    own |= {"model": Model(), "model_chunks": [chunk], "config": config, "iteration": 100}
     own |= {"q_rows": 8, "k_rows": 8, "v_rows": 8, "world_size": 1}
-    own["lstm"] = nn.LSTM(8, 6)
+    own |= {"lstm": nn.LSTM(8, 6), "batches": [torch.ones(2, 8)]}
     own["cfg"] = SimpleNamespace(optimizer=OptimizerConfig())  # of Megatron-Bridge
-    return own | {
-        "batches": [torch.ones(2, 8)],
-        "loss": lambda model, batch: model(batch).square().mean(),
-    }
+    own["loss"] = lambda model, batch: model(batch).square().mean()
+    return own
 
 
 def for_checkpoints(own: dict[str, Any]) -> None:
     """Provide a wrapped model and its optimizer, saved to ``folder``."""
-    from megatron.core import dist_checkpointing
-
     (wrapped,) = own["model_chunks"]
     optimizer, model = own["get_megatron_optimizer"](own["config"], [wrapped]), wrapped.module
     folder = tempfile.mkdtemp()
@@ -94,16 +90,17 @@ def for_checkpoints(own: dict[str, Any]) -> None:
     own.update(ddp_model=wrapped, optimizer=optimizer, folder=folder)
 
 
+def blocks_here(page: Path) -> list[tuple[int, str]]:
+    """Return the lines and texts of a page's blocks that run here."""
+    found = blocks(page.read_text(), "python", "py")
+    return [(line, text) for line, text in found if not any(one in text for one in ELSEWHERE)]
+
+
 def run_page(name: str) -> int:
     """Run a page's blocks in order, in one namespace; return how many have run."""
-    from megatron_eopt.config.registry import entries
-    from tests.harness.megatron import initialize_megatron
-
     initialize_megatron()
     page = ROOT / name
-    found = blocks(page.read_text(), "python", "py")
-    found = [(line, text) for line, text in found if not any(one in text for one in ELSEWHERE)]
-    own = readers_own()
+    found, own = blocks_here(page), readers_own()
     if page.name == "checkpoints.md":
         for_checkpoints(own)
     # what a page registers ends with it; what this process had imported before stays
@@ -117,14 +114,7 @@ def run_page(name: str) -> int:
     return len(found)
 
 
-WITH_PYTHON = [
-    page.relative_to(ROOT).as_posix()
-    for page in PAGES
-    if any(
-        not any(one in text for one in ELSEWHERE)
-        for _, text in blocks(page.read_text(), "python", "py")
-    )
-]
+WITH_PYTHON = [page.relative_to(ROOT).as_posix() for page in PAGES if blocks_here(page)]
 
 
 @pytest.mark.parametrize("name", WITH_PYTHON)
