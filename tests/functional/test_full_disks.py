@@ -19,6 +19,7 @@ from tests.harness import RankError, run_ranks
 from tests.harness.tiers import mostly_long
 
 PAGE = 4096
+FULL = "cannot be saved, because its disk has no space"
 
 
 @pytest.fixture
@@ -71,9 +72,7 @@ def test_it_is_named_on_all_ranks(disk, name, every):
     *failed, done, last = first
     assert len(failed) * every > 10
     for free, error, loaded in failed:
-        assert error.startswith(
-            f"save='{disk}/model': cannot be saved, because its disk has no space"
-        )
+        assert error.startswith(f"save='{disk}/model': {FULL}")
         assert loaded == {OLD}, free
     assert (done[2], last[2]) == ({NEW}, {LAST})
 
@@ -86,7 +85,7 @@ def test_the_trainer_names_it(disk, form):
     run += ["--save", str(disk), "--load", str(disk), "--override-opt_param-scheduler"]
     train(*run, "--train-iters", "2", timeout=300)
     fill(disk, 2 * PAGE)
-    with pytest.raises(RankError, match="cannot be saved, because its disk has no space"):
+    with pytest.raises(RankError, match=FULL):
         train(*run, "--train-iters", "4")
     (disk / "filler").unlink()
     output = train(*run, "--train-iters", "4", timeout=300)
