@@ -121,11 +121,9 @@ def _again_in_a_child(script: str) -> dict[str, object]:
 def test_child_processes_import_the_script_under_the_launcher(package):
     path = str(package / "script.py")
     (found,) = run_ranks(1, _again_in_a_child, path, cpu=False)
-    assert found["__name__"] == "__mp_main__"
-    assert (found["__file__"], found["argv"]) == (path, [path, "argument"])
-    assert found["double"] == 4
-    assert found["cpu"]
-    assert found["installed"]
+    expected = {"__name__": "__mp_main__", "__file__": path, "argv": [path, "argument"]}
+    expected |= {"double": 4, "cpu": True, "installed": True}
+    assert found == found | expected
 
 
 def _without_a_rate() -> tuple[str, bool]:
