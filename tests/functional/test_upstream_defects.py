@@ -102,14 +102,13 @@ BOTH = [
 @pytest.mark.parametrize("from_plain", [True, False], ids=["plain first", "layer-wise first"])
 def test_storages_load_each_other(tmp_path, case, from_plain):
     tp = {"tp": 2}
-    writes = case if not from_plain else plain(case)
-    # the plain storage's SOAP keeps factors of each tensor-parallel slab
-    if case.optimizer != "soap" or not from_plain:
-        writes = replace(writes, parallel=tp)
-    reads = plain(case) if not from_plain else case
+    writes, reads = (plain(case), case) if from_plain else (case, plain(case))
     layouts = [reads, replace(reads, parallel=tp)]
+    # the plain storage's SOAP keeps factors of each tensor-parallel slab
     if case.optimizer == "soap" and not from_plain:
         layouts = [reads]
+    if case.optimizer != "soap" or not from_plain:
+        writes = replace(writes, parallel=tp)
     saved = alike(run_ranks(2, save_one, writes, str(tmp_path), timeout=200)[0])
     for found in run_ranks(2, load_at, layouts, str(tmp_path), timeout=200)[0]:
         assert not differences(saved, alike(found))
