@@ -13,6 +13,7 @@ from tests.harness import run_ranks
 
 MUON = [*TINY, *"--optimizer muon --use-distributed-optimizer --lr 1e-3 --min-lr 1e-4".split()]
 OWN = ["--muon-lr", "4e-3", "--decoupled-lr", "5e-4", "--decoupled-min-lr", "1e-4"]
+OTHERS = ["--lr", "3e-3", "--muon-lr", "2e-3", "--decoupled-lr", "7e-4"]
 
 
 def rates(flags: list[str]) -> set[tuple[str, float]]:
@@ -35,7 +36,7 @@ CASES = {
     # further flags of the resumed run: largest rates of Muon, Adam and the decoupled group
     "flags": (["--override-opt_param-scheduler", *OWN, "--muon-lr", "2e-3"], (2e-3, 1e-3, 5e-4)),
     "checkpoint": (["--use-checkpoint-opt_param-scheduler", *OWN[2:]], (4e-3, 1e-3, 5e-4)),
-    "both": (["--use-checkpoint-opt_param-scheduler", *OWN, "--lr", "3e-3"], (4e-3, 1e-3, 5e-4)),
+    "both": (["--use-checkpoint-opt_param-scheduler", *OWN, *OTHERS], (4e-3, 1e-3, 5e-4)),
 }
 
 
