@@ -33,7 +33,7 @@ from tests.unit.storage.full_state import (
     unwrapped,
     write,
 )
-from tests.unit.storage.runs import DENSE, MOE, OVERLAP, PLAIN, REPLICATED
+from tests.unit.storage.runs import DENSE, MOE, NORMUON, OVERLAP, PLAIN, REPLICATED
 
 BF16 = {**DENSE, "query_groups": 4, "dtype": torch.bfloat16}
 FORM = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -339,3 +339,18 @@ def test_old_checkpoints_of_an_own_loop():
     for number, values in optimizer.state_dict()["state"].items():
         for key, value in values.items():
             assert torch.equal(value, saved["state"][number][key])
+
+
+def keys_by_mode() -> list[set[str]]:
+    """Return the names of what is saved, by tensor-parallel mode."""
+    found = []
+    for mode in ("blockwise", "duplicated"):
+        case = Case("adaptive_muon", DENSE, config={**NORMUON, "muon_tp_mode": mode})
+        found.append({*full_state(case, *build(case))})
+        forget_megatron()
+    return found
+
+
+def test_without_tensor_parallelism_a_slab_is_the_whole_weight():
+    blockwise, duplicated = run_ranks(1, keys_by_mode)[0]
+    assert blockwise == duplicated
