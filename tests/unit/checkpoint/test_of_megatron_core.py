@@ -19,7 +19,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training.training import wrap_model_chunks_with_ddp
 
 from megatron_eopt import checkpoints
-from megatron_eopt.checkpoint.buckets import _starts
+from megatron_eopt.checkpoint.buckets import _fit, _starts
 from megatron_eopt.testing.scene import forget_megatron
 from tests.functional.saved_states import by_kind, tensors_in
 from tests.harness import run_ranks
@@ -193,6 +193,16 @@ def test_every_parameter_is_found_and_no_other_size_fits(numels, most):
         assert len(sizes) > 1
     assert found is not None
     assert _starts([*sizes[:-1], sizes[-1] + 64], numels) is None
+
+
+def test_parameters_of_each_dtype_fill_buffers_of_their_own():
+    half, single = torch.bfloat16, torch.float32
+    sizes = (64, half), (32, single), (128, half)
+    first, other, last = (torch.empty(size, dtype=dtype) for size, dtype in sizes)
+    buffers = {0: (str(half), [("in half", 192)]), 1: (str(single), [("in whole", 32)])}
+    # megatron-core lays out the last parameter first
+    places = {last: ("in half", 0), first: ("in half", 128), other: ("in whole", 0)}
+    assert _fit([[first, other, last]], buffers) == places
 
 
 # megatron-core's Muon also updates learned position embeddings

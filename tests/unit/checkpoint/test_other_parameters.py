@@ -216,6 +216,15 @@ def state_by_name(optimizer: Any) -> dict[str, Any]:
     }
 
 
+def test_a_count_that_a_rule_may_lack_is_not_asked_for():
+    _, writer = stepped([4, 4])
+    model, _ = fresh([4, 4])
+    config = EmergingOptimizerConfig(optimizer="muon", lr=0.1, muon_momentum_dtype="int8")
+    reader = build_optimizer(model, config)
+    reader.load_state_dict(writer.state_dict())
+    assert any("momentum_buffer" in name for name in state_by_name(reader))
+
+
 @eager
 def test_groups_in_another_order_are_refused_as_in_a_step():
     _, writer = stepped([4, 4, 4])

@@ -122,6 +122,7 @@ def simulate(matrix: Matrix, ranks: int, tensors, function):
     plans = [build_plan([matrix], [[0]], rank=r, world_size=ranks) for r in range(ranks)]
     assert len({plan.digest for plan in plans}) == 1
     assert len({plan.calls for plan in plans}) == 1
+    assert sum(plan.bytes_sent for plan in plans) == sum(plan.bytes_received for plan in plans)
     stacks = [torch.full([plan.waves[0].compute_elements], torch.nan) for plan in plans]
     exchange(plans, "inward", 0, [[t] for t in tensors], [[s] for s in stacks])
     pieces = []
