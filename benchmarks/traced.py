@@ -63,9 +63,14 @@ def traced(folder: Path, work: Callable[[], Any]) -> tuple[Any, Calls]:
             depth, above = depth + is_inside(above, folder), above.f_back
         found.setdefault(key_of(frame, folder), [depth, 0])[1] += 1
 
+    return profiled(work, note), found
+
+
+def profiled(work: Callable[[], Any], note: Callable[[FrameType, str, Any], None]) -> Any:
+    """Return the result of ``work``, of whose calls ``note`` is told."""
     sys.setprofile(note)
     try:
-        return work(), found
+        return work()
     finally:
         sys.setprofile(None)
 
@@ -100,11 +105,8 @@ def holders(folder: Path, work: Callable[[], Any], wanted: float) -> tuple[Any, 
                 if is_it(value) or (many and any(map(is_it, items))):
                     found[key_of(frame, folder)] = None
 
-    sys.setprofile(note)
-    try:
-        return work(), [f"{name}  {file}:{line}" for file, line, name in found]
-    finally:
-        sys.setprofile(None)
+    result = profiled(work, note)
+    return result, [f"{name}  {file}:{line}" for file, line, name in found]
 
 
 def load(chunk: Any, optimizer: Any, folder: str) -> None:

@@ -13,8 +13,7 @@ from megatron_eopt.config.arguments import (
     entry_kwargs,
     qkv_split_shapes,
 )
-from megatron_eopt.config.checks import check_arguments
-from megatron_eopt.config.fields import kwargs_from_config, set_arguments
+from megatron_eopt.config.fields import kwargs_from_config
 from megatron_eopt.config.registry import EmergingOptimizerEntry, register_optimizer
 from megatron_eopt.math import coefficient_names
 from megatron_eopt.optimizers import built_in as _built_in  # noqa: F401  registers optimizers
@@ -77,13 +76,8 @@ def _create_emerging_optimizer(
 ) -> tuple[torch.optim.Optimizer, Any]:
     entry = registry.entry_of(eopt_name)
     kwargs = entry_kwargs(eopt_name, config, model_chunks, pg_collection)
-    found = set_arguments(
-        registry.arguments_cls_of(eopt_name), registry.prefixes_of(eopt_name), config
-    )
-    # nobody has resolved this configuration, and checked its values
-    fields = {argument: field for argument, (field, _) in found.items()}
-    check_arguments(eopt_name, {n: (fields.get(n, n), value) for n, value in kwargs.items()})
-    return constructed(eopt_name, config, kwargs, param_groups), entry.init_state_fn
+    made = constructed(eopt_name, config, kwargs, param_groups, is_resolved=False)
+    return made, entry.init_state_fn
 
 
 def _default_adam_based_eopt_config_to_kwargs(

@@ -37,6 +37,7 @@ def constructed(
     groups: Sequence[Any],
     *,
     for_shards: bool = False,
+    is_resolved: bool = True,
     **own: Any,
 ) -> Any:
     """Construct the optimizer ``name`` over groups; errors name the configuration's fields.
@@ -47,6 +48,7 @@ def constructed(
         kwargs: The configuration's arguments.
         groups: Parameter groups.
         for_shards: Whether settings serve that make update rules, if the optimizer has such.
+        is_resolved: Whether the values of the configuration have been checked.
         **own: Arguments that take the place of the configuration's.
 
     Raises:
@@ -67,8 +69,8 @@ def constructed(
             raise ConfigurationError(f"{prefixes[0]}_{one.name}", None, rule, hint)
     found = set_arguments(cls, prefixes, config)
     fields = {argument: field for argument, (field, _) in found.items() if argument not in own}
-    # the values of fields were checked when the configuration was resolved
-    checked = {n for n, its in found.items() if n in given and repr(its[1]) == repr(given[n])}
+    of_fields = {n for n, its in found.items() if n in given and repr(its[1]) == repr(given[n])}
+    checked = of_fields if is_resolved else set()
     if given.keys() - checked:
         all_given = {n: (fields.get(n, n), value) for n, value in given.items()}
         check_arguments(name, all_given, checked)
