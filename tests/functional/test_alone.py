@@ -29,9 +29,8 @@ def test_without_megatron_five_optimizers_train_save_and_load_on_another_number(
     assert resumed.keys() == expected.keys()
     for name, norm in expected.items():
         # a batch that is cut otherwise changes float32 rounding: 5e-8 at most in 12 batches. Where
-        # gradients have no rank, it picks the basis in which SOAP divides: 2e-4. Without its state,
-        # the bias of the norm changes by 5e-2 and more
-        tolerance = 1e-2 if name.startswith("soap") else 1e-6
+        # gradients have no rank, it picks the basis in which SOAP divides: 2.3e-4 in 42 batches
+        tolerance = 1e-3 if name.startswith("soap") else 1e-6
         assert resumed[name] == pytest.approx(norm, rel=tolerance), name
 
 

@@ -75,6 +75,17 @@ RATES = {"lr": 0.02, "weight_decay": 0.1}
 ALIKE = RATES | {"muon_scale_mode": "shape_scaling", "muon_nesterov": True}
 
 
+@pytest.mark.parametrize("steps", [4, 5])
+@pytest.mark.parametrize("triple", COEFFICIENTS)
+def test_its_coefficients_give_its_updates(triple: tuple[float, ...], steps: int) -> None:
+    theirs = of_torch(**RATES, ns_coefficients=triple, ns_steps=steps)
+    for precision in ("medium", "highest"):
+        given = {"muon_num_ns_steps": steps, "muon_fp32_matmul_prec": precision}
+        assert far(of_ours(**ALIKE, **given, muon_coefficient_type=triple), theirs) < IN_16_BITS
+        # the named set with other numbers does not
+        assert far(of_ours(**ALIKE, **given, muon_coefficient_type="aol"), theirs) > IN_16_BITS
+
+
 @pytest.mark.parametrize("triple", COEFFICIENTS)
 @pytest.mark.parametrize(
     ("theirs", "ours"), [("original", "shape_scaling"), ("match_rms_adamw", "adamw_rms")]
