@@ -3,10 +3,12 @@
 import re
 
 import pytest
+import torch
 
 from megatron_eopt import ConfigurationError
 from megatron_eopt.checkpoint.catalogue import Catalogue
 from megatron_eopt.state.rule import LoadReport, SavedState, Writer, log_lines
+from megatron_eopt.state.state_dicts import misfit_of
 
 OF_ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False, "decoupled_weight_decay": True}
 ADAM = {"optimizer": "adam", **OF_ADAM, "maximize": False}
@@ -217,3 +219,29 @@ def test_which_of_several_writers_have_these_kinds(kinds, names):
 def test_several_writers_stay_if_none_has_these_kinds():
     saved = had(("odd",), ADAM, MUON)
     assert saved.by(OWN) == saved
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "why"),
+    [
+        (torch.zeros(1), torch.zeros(()), None),
+        (3, torch.tensor(3), None),
+        (torch.ones(2, 1), torch.ones(2), None),
+        (torch.ones(1, 2), torch.ones(2, 2), "of shape (1, 2) must have shape (2, 2)"),
+        (torch.ones(2, dtype=torch.int8), torch.ones(2), "of torch.int8, torch.strided, must be"),
+        (torch.ones(2), torch.ones(2, dtype=torch.int8), None),
+        (torch.ones(2, 2).to_sparse(), torch.ones(2, 2), "torch.sparse_coo, must be a dense"),
+        ("text", torch.ones(2), "is of type str, and must be a tensor"),
+        (None, torch.ones(2), "is of type NoneType, and must be a tensor"),
+        (2.0, 1, None),
+        ([1], 1, "is of type NoneType, and must be int"),
+        (None, 1, "is of type NoneType, and must be int"),
+        ({"a": [torch.ones(2)]}, {"a": [torch.ones(2)]}, None),
+        ({"a": [torch.ones(2)]}, {"a": [torch.ones(3)]}, "of shape (2,) must have shape (3,)"),
+        ({}, {"a": 1}, "is of type NoneType, and must be int"),
+        ({"a": 1, "b": "more"}, {"a": 1}, None),
+    ],
+)
+def test_a_value_that_does_not_fit_is_told(saved, own, why):
+    found = misfit_of(saved, own, "key")
+    assert found is None if why is None else found is not None and why in found

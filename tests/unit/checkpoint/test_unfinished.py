@@ -4,14 +4,19 @@ import contextlib
 import itertools
 import os
 import shutil
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from megatron.core import parallel_state
+from megatron.training import async_utils, checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_eopt.base.agreement import CheckpointError
@@ -281,6 +286,83 @@ def test_wandb_is_told_of_a_checkpoint_when_it_is_in_its_folder(tmp_path):
     assert told == [(str(folder), "2", "save_dir", 2)]
     tell(str(folder), str(tmp_path / TRACKER), "save_dir", 2)
     assert told == told[:1] * 2
+
+
+def run_of(monkeypatch: pytest.MonkeyPatch, folder: Path, **more: object) -> None:
+    """Let the trainer have arguments."""
+    names = ("non_persistent_ckpt_type", "non_persistent_global_ckpt_dir")
+    args = Namespace(save=str(folder), **(dict.fromkeys(names) | more))
+    monkeypatch.setattr(checkpointing, "get_args", lambda: args)
+
+
+def test_an_asynchronous_save_replaces_the_folder_when_it_is_written(tmp_path, monkeypatch):
+    """Its last steps are the request's; the trainer takes them when all ranks have written."""
+    run_of(monkeypatch, tmp_path)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
+    scheduled: list[Any] = []
+    schedule = saving.finishing_later(scheduled.append)
+
+    def finalize(blocking: bool) -> None:
+        assert blocking
+        for step in scheduled.pop().finalize_fns:
+            step()
+
+    monkeypatch.setattr(async_utils, "maybe_finalize_async_save", finalize)
+
+    @saving.replacing_a_folder
+    def save_checkpoint(
+        iteration: int, content: int, non_persistent_ckpt: bool = False, release: bool = False
+    ) -> str:
+        place = Path(saving.written_to(str(folder)))
+        write(place, content)
+        other = SimpleNamespace(finalize_fns=[])
+        schedule(other)
+        assert scheduled.pop() is other
+        assert not other.finalize_fns
+        name = place.with_name(TRACKER)
+        steps = [lambda: None, lambda: name.write_text(str(iteration))]
+        schedule(SimpleNamespace(finalize_fns=steps))
+        return "saved"
+
+    folder = tmp_path / "iter_0000002"
+    assert save_checkpoint(2, OLD) == "saved"
+    assert loaded(folder) is None
+    # the one before it is finished first
+    save_checkpoint(2, NEW)
+    assert loaded(folder) == OLD
+    finalize(blocking=True)
+    assert loaded(folder) == NEW
+    assert (tmp_path / TRACKER).read_text() == "2"
+    assert {path.name for path in tmp_path.iterdir()} == {folder.name, TRACKER}
+    request = SimpleNamespace(finalize_fns=[print])
+    schedule(request)
+    assert request.finalize_fns == [print]
+
+
+@pytest.mark.parametrize(
+    ("fields", "non_persistent", "remote", "expected"),
+    [
+        ({}, False, False, "run/iter_0000007"),
+        ({"non_persistent_ckpt_type": "local"}, False, False, "run/iter_0000007"),
+        ({"non_persistent_ckpt_type": "local"}, True, False, None),
+        ({"non_persistent_ckpt_type": "global"}, True, False, "run/non_persistent/iter_0000007"),
+        (
+            {"non_persistent_ckpt_type": "global", "non_persistent_global_ckpt_dir": "/other"},
+            True,
+            False,
+            "/other/iter_0000007",
+        ),
+        ({}, False, True, None),
+    ],
+)
+def test_the_folder_of_each_kind_of_save(
+    tmp_path, monkeypatch, fields, non_persistent, remote, expected
+):
+    run_of(monkeypatch, tmp_path / "run", **fields)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(saving.MultiStorageClientFeature, "is_enabled", lambda: remote)
+    asked = {"non_persistent_ckpt": non_persistent, "iteration": 7, "release": False}
+    assert saving._folder_of(asked) == (tmp_path / expected if expected else None)
 
 
 @pytest.mark.parametrize("text", ["", " \n", "-1", "3.0", "iter_0000002", "²", "releas"])

@@ -1,15 +1,21 @@
 """A run keeps the padding of the vocabulary in its checkpoint."""
 
 import math
+import re
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from megatron_eopt.checkpoint import vocabulary
 from megatron_eopt.checkpoint.sources import Source, tensor_sources
 from megatron_eopt.layouts.boxes import Box
+from tests.harness import run_ranks
+from tests.harness.log import listening
+from tests.harness.megatron import initialize_megatron
 
 
 def padded(tokens: int, args: Namespace, logging_enabled: bool = True) -> int:
@@ -30,7 +36,8 @@ def padded(tokens: int, args: Namespace, logging_enabled: bool = True) -> int:
         pytest.param(None, 257, 2, 128, 512, id="an unknown size"),
     ],
 )
-def test_padding_is_that_of_the_checkpoint(tmp_path, saved, tokens, tensor, divisor, rows):
+def test_padding_is_that_of_the_checkpoint(tmp_path, caplog, saved, tokens, tensor, divisor, rows):
+    caplog.set_level("INFO")
     written = Namespace(padded_vocab_size=saved, make_vocab_size_divisible_by=128)
     place = tmp_path / "second" / "iter_0000007"
     place.mkdir(parents=True)
@@ -41,6 +48,7 @@ def test_padding_is_that_of_the_checkpoint(tmp_path, saved, tokens, tensor, divi
     run = Namespace(**folders, make_vocab_size_divisible_by=divisor, rank=0)
     run.tensor_model_parallel_size = tensor
     assert vocabulary.keeping_padding(padded)(tokens, run) == rows
+    assert ("keeps the padding" in caplog.text) == (rows != padded(tokens, run))
 
 
 @pytest.mark.parametrize("content", [{}, {"latest_checkpointed_iteration.txt": "7"}], ids=len)
@@ -50,6 +58,40 @@ def test_without_a_readable_checkpoint_megatron_pads(tmp_path, content):
     run = Namespace(load=str(tmp_path), make_vocab_size_divisible_by=128, rank=0)
     run.tensor_model_parallel_size = 2
     assert vocabulary.keeping_padding(padded)(257, run) == 512
+
+
+def loaded(folder: Path, rows: int) -> tuple[list[list[float]], list[str]]:
+    """Return a table of these rows, of a checkpoint with other ones, and what is logged."""
+    initialize_megatron(2)
+    half = torch.zeros(rows // 2, 2)
+    cut = 0, parallel_state.get_tensor_model_parallel_rank(), 2
+    table = ShardedTensor.from_rank_offsets("table", half, cut, allow_shape_mismatch=True)
+    norm = ShardedTensor.from_rank_offsets("norm", torch.zeros(3), replica_id=cut[1])
+    state = {"table": table, "norm": norm}
+    with listening() as texts:
+        vocabulary.fill_new_rows(state, {"table": (6, 2), "norm": (3,), "other": (1,)})
+    found = dist_checkpointing.load(state, str(folder))
+    return found["table"].tolist(), [] if norm is not state["norm"] else texts
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected", "said"),
+    [
+        (4, [1.0, 2, 3, 4], "to 4 rows, and to 6 in the checkpoint. The last 2 rows are dropped"),
+        (6, [1.0, 2, 3, 4, 5, 6], ""),
+        (10, [1.0, 2, 3, 4, 5, 6, 6, 6, 6, 6], "to 10 rows, .* The 4 new rows start as copies"),
+    ],
+)
+def test_a_table_with_other_rows_is_loaded(tmp_path, rows, expected, said):
+    saved = torch.arange(1.0, 7)[:, None].expand(6, 2).contiguous()
+    state = {"table": ShardedTensor.from_rank_offsets("table", saved)}
+    state["norm"] = ShardedTensor.from_rank_offsets("norm", torch.ones(3))
+    run_ranks(1, dist_checkpointing.save, state, str(tmp_path))
+    found = run_ranks(2, loaded, tmp_path, rows)
+    assert [row for half, _ in found for row in half] == [[value] * 2 for value in expected]
+    texts = [text for _, texts in found for text in texts]
+    assert len(texts) == bool(said)
+    assert all(re.search(said, text) and "--padded-vocab-size 6" in text for text in texts)
 
 
 @pytest.mark.parametrize("rows", [3, 5, 7])

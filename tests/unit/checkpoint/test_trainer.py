@@ -1,0 +1,263 @@
+"""What the trainer's loading functions do otherwise, each by itself."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.training import checkpointing
+
+from megatron_eopt.base.agreement import CheckpointError
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.checkpoint import trainer
+from megatron_eopt.guard.contents import TRACKER, folder_name
+from megatron_eopt.megatron_core.stored_weights import StoredWeights
+
+FLAGS = {
+    "ckpt_step": None,
+    "exit_on_missing_checkpoint": False,
+    "save": None,
+    "no_save_optim": True,
+    "no_save_rng": False,
+    "no_load_optim": False,
+    "finetune": False,
+    "ckpt_format": "torch_dist",
+}
+
+
+class Stored(StoredWeights):
+    """A member of a chain of this package that stores nothing."""
+
+    in_buffers = True
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = []
+
+
+OURS = SimpleNamespace(chained_optimizers=[Stored()], param_groups=[])
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run that loads from a folder."""
+    args = Namespace(load=str(tmp_path), **FLAGS)
+    monkeypatch.setattr(checkpointing, "get_args", lambda: args)
+    for name in ("tensor", "pipeline"):
+        monkeypatch.setattr(parallel_state, f"get_{name}_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_rank", lambda: 0)
+    return args
+
+
+def write(run: Path, iteration: int, form: str = "dcp") -> Path:
+    """Write a complete checkpoint of one rank."""
+    folder = run / folder_name(iteration)
+    if form == "torch":
+        (folder / "mp_rank_00").mkdir(parents=True)
+        torch.save({"iteration": iteration}, folder / "mp_rank_00" / "model_optim_rng.pt")
+    else:
+        dcp.save({"weight": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def load(original: Callable[..., Any], optimizer: Any = None, **kwargs: Any) -> Any:
+    return trainer._checked_load(original)(None, optimizer, None, "load", **kwargs)
+
+
+def ending(error: BaseException) -> Callable[..., Any]:
+    def load_checkpoint(*_: Any, **__: Any) -> None:
+        raise error
+
+    return load_checkpoint
+
+
+@pytest.mark.parametrize(
+    ("code", "asked", "exists", "expected"),
+    [
+        (0, False, False, CheckpointError),
+        (None, False, True, CheckpointError),
+        (1, False, False, SystemExit),
+        (0, True, False, SystemExit),
+        (0, True, True, CheckpointError),
+    ],
+)
+def test_a_load_that_ends_the_program_is_an_error_unless_asked_for(
+    run, tmp_path, code, asked, exists, expected
+):
+    run.exit_on_missing_checkpoint = asked
+    if exists:
+        (tmp_path / TRACKER).write_text("2")
+    with pytest.raises(expected):
+        load(ending(SystemExit(code)))
+
+
+@pytest.mark.parametrize(
+    ("text", "notes"), [("class input value 1 and checkpoint value 2", 1), ("something else", 0)]
+)
+def test_another_schedule_names_the_flag(run, text, notes):
+    with pytest.raises(AssertionError) as caught:
+        load(ending(AssertionError(text)))
+    assert len(getattr(caught.value, "__notes__", [])) == notes
+
+
+def test_all_state_is_loaded_and_the_flags_are_as_before(run):
+    seen = []
+    forms = DistributedOptimizer.checkpoint_fully_reshardable_formats
+
+    def load_checkpoint(*_: Any, **kwargs: Any) -> tuple[int, int]:
+        seen.append((vars(run).copy(), kwargs))
+        seen.append(DistributedOptimizer.checkpoint_fully_reshardable_formats - forms)
+        run.ckpt_format = "torch"
+        return 2, 0
+
+    skip = {"skip_load_to_model_and_opt": True}
+    assert load(load_checkpoint, OURS, **skip) == (2, 0)
+    assert load(load_checkpoint, SimpleNamespace(loads_itself=True), **skip) == (2, 0)
+    (first, kwargs), by_bucket, (_, of_fsdp2), none = seen
+    assert first == vars(run) | {"no_save_optim": False}
+    assert (kwargs, of_fsdp2) == (skip, {"skip_load_to_model_and_opt": False})
+    assert (by_bucket, none) == ({"dp_reshardable"}, set())
+    assert vars(run) == {"load": run.load, **FLAGS}
+    assert DistributedOptimizer.checkpoint_fully_reshardable_formats == forms
+
+
+@pytest.mark.parametrize(
+    ("saves_to", "warned"), [(None, False), ("load", False), ("other", True)], ids=str
+)
+def test_only_a_later_checkpoint_of_another_folder_is_warned_of(
+    run, tmp_path, caplog, saves_to, warned
+):
+    run.load = str(tmp_path / "load")
+    run.save = saves_to and str(tmp_path / saves_to)
+    for name in ("load", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / TRACKER).write_text("6")
+    load(lambda *_, **__: (2, 0))
+    assert ("begins at iteration 2" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_no_run_starts_anew_beside_a_complete_checkpoint(run, tmp_path, step):
+    folder, run.ckpt_step = write(tmp_path, 2), step
+    (tmp_path / "iter_0000003").mkdir()
+    if step is None:
+        with pytest.raises(CheckpointError, match=f"{folder.name} is a complete checkpoint"):
+            load(lambda *_, **__: (0, 0))
+    else:
+        load(lambda *_, **__: (2, 0))
+
+
+@pytest.mark.parametrize(
+    ("tracker", "step", "expected"),
+    [
+        ("3", None, (3, False)),
+        ("3", 2, (2, False)),
+        ("release", None, (0, True)),
+        ("release", 2, (0, True)),
+        ("?", 2, (2, False)),
+        ("?", None, None),
+    ],
+)
+def test_a_step_that_is_asked_for_is_loaded(run, tmp_path, tracker, step, expected):
+    (tmp_path / TRACKER).write_text(tracker)
+    run.ckpt_step = step
+    named = (0, True) if tracker == "release" else (3, False)
+    read = trainer._at_the_step_asked_for(lambda _: named)
+    with trainer._reading(run):
+        if expected is None:
+            with pytest.raises(CheckpointError, match="must hold the number"):
+                read(str(tmp_path / TRACKER))
+        else:
+            assert read(str(tmp_path / TRACKER)) == expected
+    if tracker != "?":
+        # without a load, the tracker alone counts
+        assert read(str(tmp_path / TRACKER)) == named
+
+
+def test_without_a_load_the_tracker_alone_counts(run, tmp_path):
+    (tmp_path / TRACKER).write_text("3")
+    run.ckpt_step = 2
+    assert trainer._at_the_step_asked_for(lambda _: (3, False))(str(tmp_path / TRACKER)) == (
+        3,
+        False,
+    )
+
+
+def test_a_folder_that_a_killed_save_has_left_is_read_where_it_is_whole(run, tmp_path):
+    name = trainer._in_the_right_folder(checkpointing.get_checkpoint_name)
+    place = write(tmp_path, 2).rename(tmp_path / "previous.iter_0000002")
+    ends = "/mp_rank_00/model_optim_rng.pt"
+    assert name(str(tmp_path), 2) == f"{tmp_path}/iter_0000002{ends}"
+    with trainer._reading(run):
+        assert name(str(tmp_path), 2) == f"{place}{ends}"
+        assert name(str(tmp_path), 2, return_base_dir=True) == str(place)
+        assert name(str(tmp_path), 2, release=True) == f"{tmp_path}/release{ends}"
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted", "becomes"),
+    [
+        ("torch_dist", "torch_dist", "torch_dist"),
+        ("torch_dist", "torch", "torch_dist"),
+        ("torch", "torch_dist", "torch"),
+        ("fsdp_dtensor", "fsdp_dtensor", "fsdp_dtensor"),
+        ("torch_dcp", "fsdp_dtensor", "fsdp_dtensor"),
+        ("torch_dcp", "torch_dist", None),
+        ("fsdp_dtensor", "torch", None),
+        ("torch_dist", "fsdp_dtensor", None),
+    ],
+)
+def test_the_format_is_the_checkpoints(run, tmp_path, form, wanted, becomes):
+    folder, run.ckpt_format = write(tmp_path, 2), wanted
+    take = trainer._taking_the_format(lambda *_: form)
+    assert take(str(folder), run) == form
+    assert run.ckpt_format == wanted
+    with trainer._loading(SimpleNamespace()):
+        if becomes is None:
+            with pytest.raises(CheckpointError, match=f"is of format {form}"):
+                take(str(folder), run)
+        else:
+            assert take(str(folder), run) == form
+            assert run.ckpt_format == becomes
+
+
+@pytest.mark.parametrize("flag", ["", "no_load_optim", "finetune"])
+def test_sharded_state_is_not_read_from_the_files_of_ranks(run, tmp_path, flag):
+    folder = write(tmp_path, 2, "torch")
+    setattr(run, flag or "unused", True)
+    take = trainer._taking_the_format(lambda *_: "torch")
+    with trainer._loading(OURS):
+        if flag:
+            assert take(str(folder), run) == "torch"
+        else:
+            with pytest.raises(ConfigurationError, match="the distributed optimizer shards"):
+                take(str(folder), run)
+
+
+def test_a_rank_needs_a_file_of_its_own(run, tmp_path, monkeypatch):
+    folder = write(tmp_path, 2, "torch")
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    with trainer._reading(run):
+        trainer._check_files(folder)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
+    with trainer._reading(run), pytest.raises(CheckpointError, match=r"mp_rank_01/.*not exist"):
+        trainer._check_files(folder)
+
+
+@pytest.mark.parametrize("loads_state", [True, False])
+@pytest.mark.parametrize("optimizer", [OURS, SimpleNamespace(), None], ids=["ours", "core", "no"])
+def test_layers_of_gpt_are_no_layers_of_a_hybrid_model(run, optimizer, loads_state):
+    read = trainer._refusing_layers_of_gpt(lambda *_: ("layers", loads_state))
+    with trainer._loading(optimizer):
+        if loads_state and optimizer is OURS:
+            with pytest.raises(CheckpointError, match="is of a GPTModel"):
+                read()
+        else:
+            assert read() == ("layers", loads_state)
