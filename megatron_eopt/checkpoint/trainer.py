@@ -220,10 +220,9 @@ def _reading(args: Any) -> Iterator[None]:
 def _in_the_right_folder(original: Function, *values: Any, **kwargs: Any) -> Any:
     """Name the folder that has the whole content of an iteration, or that a save writes."""
     name = original(*values, **kwargs)
-    asked = inspect.signature(original).bind(*values, **kwargs)
-    asked.apply_defaults()
+    asked = inspect.signature(original).bind(*values, **kwargs).arguments
     keys = ("checkpoints_path", "iteration", "release")
-    folder = original(**{key: asked.arguments[key] for key in keys}, return_base_dir=True)
+    folder = original(**{key: asked[key] for key in keys if key in asked}, return_base_dir=True)
     actual = written_to(folder) if _read.get() is None else str(whole(Path(folder)))
     return actual + name.removeprefix(folder)
 
