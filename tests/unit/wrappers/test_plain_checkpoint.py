@@ -54,10 +54,14 @@ KINDS = [
 # only the last pipeline stage has a parameter of Adam
 TO_ADAM = {"overrides": {"*output_layer*": "adam"}, "parallel": {"pp": 2}}
 LAST = replace(plain("lion", {**SMALL, "layers": 2}), **TO_ADAM)
+# each tensor-parallel rank has state of its own, which is not cut like the weights
+SLABS = [replace(plain(name), parallel={"tp": 2}) for name in ("soap", "psgd_pro")]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"), mostly_long([(1, KINDS), (2, [LAST])], (1, KINDS)), ids=["kinds", "last"]
+    ("ranks", "cases"),
+    mostly_long([(1, KINDS), (2, [LAST]), (2, SLABS)], (1, KINDS), (2, SLABS)),
+    ids=["kinds", "last", "slabs"],
 )
 def test_every_kind_of_optimizer_continues(tmp_path, ranks, cases):
     both = run_ranks(ranks, interrupted, cases, str(tmp_path), timeout=300)[0]
