@@ -35,6 +35,7 @@ from megatron_eopt.base.agreement import (
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.quiet import report_errors_once
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 
 
 def refuse_on(*ranks: int) -> None:
@@ -209,7 +210,8 @@ def test_members_number_their_groups_alike_and_join_late(monkeypatch, device, ba
 TEAMS = ((0, 1), (1, 2), (0, 1), (1, 2, 3))
 
 
-def add_up() -> None:
+@on_ranks(4)
+def test_ranks_of_different_teams_make_groups_together_afterwards():
     """Check what each team's ranks add up to, and all ranks."""
     rank = distributed.get_rank()
     for team in TEAMS:
@@ -220,10 +222,6 @@ def add_up() -> None:
     value = torch.tensor(rank)
     distributed.all_reduce(value, group=distributed.new_group(range(4)))
     assert value == 6
-
-
-def test_ranks_of_different_teams_make_groups_together_afterwards():
-    run_ranks(4, add_up, timeout=60)
 
 
 def test_alone_nothing_is_communicated():

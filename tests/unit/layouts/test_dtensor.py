@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import dtensor_layout
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.unit.layouts.strategies import check, store
 
 CASES = [
@@ -29,7 +29,8 @@ CASES = [
 ]
 
 
-def check_against_torch():
+@on_ranks(4)
+def test_layouts_equal_torchs_shards():
     rank = torch.distributed.get_rank()
     for mesh_shape, shape, placements in CASES:
         mesh = init_device_mesh("cpu", mesh_shape)
@@ -53,10 +54,6 @@ def check_local(tensor, full, rank):
     check(layout, 4)
     local = tensor.to_local().flatten()
     assert torch.equal(store(layout, full.reshape(layout.shape), 4)[rank], local)
-
-
-def test_layouts_equal_torchs_shards():
-    run_ranks(4, check_against_torch)
 
 
 def test_one_expert_of_many():

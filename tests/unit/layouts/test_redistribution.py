@@ -20,6 +20,7 @@ from megatron_eopt.layouts import (
 from megatron_eopt.math import standard_flops
 from tests.harness import run_ranks
 from tests.harness.collectives import counted
+from tests.harness.each_rank import on_ranks
 from tests.unit.layouts.strategies import computed, full_matrix, simulate, store, stored
 
 SHAPES = [(12, 8), (12, 8), (4, 8), (4, 8), (8, 12), (8, 12), (12, 8), (6, 7), (7, 6), (12, 8)]
@@ -121,7 +122,8 @@ def test_whole_matrices_arrive_and_updates_return(ranks):
     run_ranks(ranks, run_all_storages)
 
 
-def other_dtypes():
+@on_ranks(2)
+def test_what_travels_may_have_another_dtype_than_what_is_stored():
     rank = dist.get_rank()
     matrix = Matrix("w", Layout.slabs((4, 4), 0, [0, 1]), Layout.whole((4, 4), 1))
     engine = Redistribution([matrix], [[0]], dist.group.WORLD, dtype=torch.bfloat16)
@@ -139,11 +141,9 @@ def other_dtypes():
         assert torch.equal(result, 2 * rounded[2 * rank : 2 * rank + 2].to(kind))
 
 
-def test_what_travels_may_have_another_dtype_than_what_is_stored():
-    run_ranks(2, other_dtypes)
-
-
-def several_waves(odd_one_out):
+@pytest.mark.parametrize("odd_one_out", [None, 1])
+@on_ranks(2)
+def test_waves_take_turns_with_two_stacks(odd_one_out):
     rank, count = dist.get_rank(), 5
     shapes = [(2 + number, 3) for number in range(count)]
     matrices = [
@@ -182,11 +182,6 @@ def several_waves(odd_one_out):
                 assert events.index(f"store {wave}") < events.index(f"load {wave + 2}")
 
 
-@pytest.mark.parametrize("odd_one_out", [None, 1])
-def test_waves_take_turns_with_two_stacks(odd_one_out):
-    run_ranks(2, several_waves, odd_one_out)
-
-
 def test_a_step_after_one_that_failed_takes_nothing_from_it():
     engine = Redistribution([Matrix("w", Layout.whole((2, 2), 0), Layout.whole((2, 2), 0))], [[0]])
 
@@ -213,16 +208,13 @@ def test_what_a_tensor_has_after_its_matrices_gets_zeros():
     assert result.tolist() == [[2, 2], [2, 2], [2, 2], [0, 0]]
 
 
-def differing_lists():
+@on_ranks(4)
+def test_ranks_that_disagree_are_named():
     # rank 1 of 4 believes in another owner
     owner = 2 if dist.get_rank() == 1 else 0
     matrix = Matrix("w", Layout.slabs((6, 4), 0, [0, 1, 2, 3]), Layout.whole((6, 4), owner))
     with pytest.raises(ConfigurationError, match=r"matrices='dense'.*group rank \[1\]"):
         Redistribution([matrix], [[0]], dist.group.WORLD, name="dense")
-
-
-def test_ranks_that_disagree_are_named():
-    run_ranks(4, differing_lists)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.optimizers.exchange import ExchangeConfig, MatrixExchange
 from megatron_eopt.storage.shard import Fragment, ParamShard
 from megatron_eopt.storage.slabs import partition_dim_and_group, row_group
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.shards import StoredParameter, newton_schulz
 
 EXACT = ("duplicated", "exchange", "distributed", "auto")
@@ -28,7 +28,9 @@ UNEVEN = {
 }
 
 
-def check_uneven_shards(batched):
+@pytest.mark.parametrize("batched", [True, False])
+@on_ranks(2)
+def test_uneven_shards(batched):
     rank = dist.get_rank()
     stored = [
         StoredParameter(name, split, -1, 1, tuple(Fragment(0, *bounds) for bounds in ranges))
@@ -53,11 +55,6 @@ def check_uneven_shards(batched):
                 assert torch.equal(got, piece), (mode, p.name)
 
 
-@pytest.mark.parametrize("batched", [True, False])
-def test_uneven_shards(batched):
-    run_ranks(2, check_uneven_shards, batched)
-
-
 def parameter(**attributes):
     param = torch.nn.Parameter(torch.zeros(4, 4))
     for name, value in attributes.items():
@@ -65,7 +62,8 @@ def parameter(**attributes):
     return param
 
 
-def check_cuts():
+@on_ranks(2)
+def test_which_group_cuts_a_parameter():
     """Check the dimension that is cut, and whether both ranks share it, or the rows beside it."""
     cut = parameter(partition_dim=0, tensor_model_parallel=True)
     with pytest.raises(ConfigurationError, match="pg_collection"):
@@ -92,10 +90,6 @@ def check_cuts():
         dim, group = partition_dim_and_group(param, collection, "auto")
         rows = row_group(param, collection, "auto")
         assert (dim, group is both, rows is both) == expected, vars(param)
-
-
-def test_which_group_cuts_a_parameter():
-    run_ranks(2, check_cuts)
 
 
 @pytest.mark.parametrize(

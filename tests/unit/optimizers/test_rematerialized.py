@@ -7,6 +7,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 
 ROWS, COLUMNS = 120, 64
@@ -84,7 +85,9 @@ def test_every_mode_gives_the_rows_of_the_whole_update(tp, gtp, dim, padding):
     run_ranks(tp * gtp, check_updates, tp, gtp, dim, padding)
 
 
-def check_slabs(mode):
+@pytest.mark.parametrize("mode", ["duplicated", "distributed", "blockwise"])
+@on_ranks(2)
+def test_a_slab_has_the_update_of_the_dimension_that_is_named(mode):
     """Compare the updates of tensor-parallel slabs with the reference."""
     initialize_megatron(tp=2)
     group = ProcessGroupCollection.use_mpu_process_groups().tp
@@ -92,8 +95,3 @@ def check_slabs(mode):
         mine = whole().chunk(2, dim)[group.rank()]
         update = muon(tp_mode=mode).scaled_orthogonalize_fn(mine, group, partition_dim=dim)
         assert (update - _alone(whole()).chunk(2, dim)[group.rank()]).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("mode", ["duplicated", "distributed", "blockwise"])
-def test_a_slab_has_the_update_of_the_dimension_that_is_named(mode):
-    run_ranks(2, check_slabs, mode)

@@ -16,7 +16,7 @@ from megatron_eopt.matrices import gated
 from megatron_eopt.routing.model import route_model
 from megatron_eopt.routing.places import places_in
 from megatron_eopt.routing.splits import find_splits
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.unit.routing import modules
 
 ALL: Any = ("qkv", "gated", "mla", "linear_attention")
@@ -93,7 +93,8 @@ class Adapter(nn.Module):
         self.add_module(name, linear)
 
 
-def known_modules() -> None:
+@on_ranks(1)
+def test_splits_of_known_modules_and_inside_of_adapters() -> None:
     modules.set_up(1)
     for name, (build, which, expected) in KNOWN.items():
         assert table(build(), which) == expected, name
@@ -109,10 +110,6 @@ def known_modules() -> None:
             assert {path.replace(f".{name}.", "."): split for path, split in adapted} == plain
 
 
-def test_splits_of_known_modules_and_inside_of_adapters() -> None:
-    run_ranks(1, known_modules)
-
-
 HEADS = [
     (
         partial(modules.attention, modules.config()),
@@ -123,7 +120,8 @@ HEADS = [
 ]
 
 
-def heads() -> None:
+@on_ranks(1)
+def test_each_head_is_a_matrix_if_asked() -> None:
     modules.set_up(1)
     for build, expected in HEADS:
         splits = find_splits(places_in([build()]), which=[*ALL, "per_head"]).values()
@@ -131,11 +129,8 @@ def heads() -> None:
         assert expected.items() <= found.items()
 
 
-def test_each_head_is_a_matrix_if_asked() -> None:
-    run_ranks(1, heads)
-
-
-def routed_stacks() -> None:
+@on_ranks(1)
+def test_one_weight_for_all_experts_is_a_stack_if_a_user_says_so() -> None:
     modules.set_up(1)
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.1)
     for optimizer in ("adam", "muon"):
@@ -150,10 +145,6 @@ def routed_stacks() -> None:
         found = {route.parameter.name: route.optimizer for route in routes}
         stacks = [f"experts.linear_fc{number}.weight" for number in (1, 2)]
         assert found == {"proj.weight": "muon"} | dict.fromkeys(stacks, optimizer)
-
-
-def test_one_weight_for_all_experts_is_a_stack_if_a_user_says_so() -> None:
-    run_ranks(1, routed_stacks)
 
 
 class Ported(nn.Module):
