@@ -21,6 +21,7 @@ from megatron_eopt.fsdp2 import ParamKey
 from megatron_eopt.megatron_fsdp import build_optimizer
 from tests.functional.doc_commands import blocks
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import (
     MATRICES,
@@ -173,21 +174,17 @@ FORMS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "form"), [("muon", "flattened"), ("soap", "flattened"), ("soap", "whole")]
+)
+@on_ranks(2, cpu=False)
 @eager
-def resumed(name, form):
-    """Return how far a run that went on from saved state is from one in one go."""
+def test_a_run_goes_on_from_every_form_of_state(name, form):
     model, optimizer = train("fsdp", config(name), steps=3)
     other, following = train("fsdp", config(name), steps=3)
     saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FORMS[form]))
     set_optimizer_state_dict(other, following, saved, options=FORMS[form])
-    return far(stepped(model, optimizer, 3, 4), stepped(other, following, 3, 4))[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "form"), [("muon", "flattened"), ("soap", "flattened"), ("soap", "whole")]
-)
-def test_a_run_goes_on_from_every_form_of_state(name, form):
-    assert run_ranks(2, resumed, name, form, cpu=False) == [0, 0]
+    assert far(stepped(model, optimizer, 3, 4), stepped(other, following, 3, 4))[0] == 0
 
 
 def test_a_state_dict_with_gaps_is_refused():

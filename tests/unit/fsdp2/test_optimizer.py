@@ -13,6 +13,7 @@ from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
 from megatron_eopt.storage.local_tensors import local_of
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.unit.fsdp2.model import (
     MATRICES,
     Model,
@@ -167,11 +168,11 @@ def test_soap_refuses_to_leave_a_matrix_out():
         optimizer.step()
 
 
-def with_other_gradients():
-    """Return weights after a step with sharded, and with replicated and unreduced gradients."""
-    ways = {"as weights": None, "replicated": Replicate(), "unreduced": Partial()}
+@on_ranks(2)
+def test_gradients_may_have_other_placements_than_weights():
     found = []
-    for placement in ways.values():
+    # those of weights, replicated, and unreduced
+    for placement in (None, Replicate(), Partial()):
         model = make_model("fsdp")
         optimizer = build_optimizer(model, config())
         set_gradients(model, 0)
@@ -179,13 +180,9 @@ def with_other_gradients():
             param.grad = param.grad.redistribute(placements=[placement])
         optimizer.step()
         found.append(weights(model))
-    return found
-
-
-def test_gradients_may_have_other_placements_than_weights():
-    for usual, *others in run_ranks(2, with_other_gradients):
-        for other in others:
-            assert all(torch.equal(other[name], weight) for name, weight in usual.items())
+    usual, *others = found
+    for other in others:
+        assert all(torch.equal(other[name], weight) for name, weight in usual.items())
 
 
 @eager

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from megatron_eopt import ConfigurationError
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.matrices import gated
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.unit.fsdp2.model import config, groups_of
 
 
@@ -194,8 +194,9 @@ def test_a_sparse_gradient_that_comes_later_is_named():
 # declarations
 
 
-def declared_before_sharding(way):
-    """Return the attributes and routes of parameters that were declared before sharding."""
+@pytest.mark.parametrize("way", ["fully_shard", "tensor parallel", "to_empty"])
+@on_ranks(2, cpu=False)
+def test_what_is_declared_before_sharding_counts(way):
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     with torch.device("meta" if way == "to_empty" else "cpu"):
         model = nn.Module()
@@ -212,14 +213,9 @@ def declared_before_sharding(way):
         model.to_empty(device="cpu")
     optimizer = build_optimizer(model, config())
     found = {name: group["optimizer"] for name, group in groups_of(optimizer).items()}
-    return found, set(matrices_of(optimizer))
-
-
-@pytest.mark.parametrize("way", ["fully_shard", "tensor parallel", "to_empty"])
-def test_what_is_declared_before_sharding_counts(way):
-    for found, matrices in run_ranks(2, declared_before_sharding, way, cpu=False):
-        assert found == {"fused.weight": "muon", "kept.weight": "adam", "stack.weight": "muon"}
-        assert matrices == {"fused.weight[gate]", "fused.weight[up]", "stack.weight"}
+    assert found == {"fused.weight": "muon", "kept.weight": "adam", "stack.weight": "muon"}, found
+    matrices = set(matrices_of(optimizer))
+    assert matrices == {"fused.weight[gate]", "fused.weight[up]", "stack.weight"}, matrices
 
 
 # heads of attention

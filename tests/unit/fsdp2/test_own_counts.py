@@ -3,7 +3,6 @@
 import copy
 import itertools
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from megatron_eopt.config.registry import registered
 from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import (
     config,
@@ -136,9 +136,16 @@ def test_own_loops_go_on_with_their_counts(tmp_path, layout, others):
         check_all(loaded, by_rank)
 
 
+@pytest.mark.parametrize(
+    ("storage", "main"),
+    mostly_long(
+        itertools.product(("fsdp2", "megatron_fsdp"), ("adaptive_muon", "soap")), ("fsdp2", "soap")
+    ),
+)
+@on_ranks(2)
 @eager
-def under_megatron(storage: str, main: str, folder: Path) -> list[Any]:
-    """Return counts and weights of a run that goes on, and of one that is loaded in between."""
+def test_megatrons_trainer_goes_on_with_their_counts(tmp_path, storage, main):
+    """It has the counts and weights of a run that is loaded in between."""
     chunk = foreign.wrapped(storage, foreign.Foreign())
     others = overrides(main, "hidden.weight", "hidden.bias")
     first = foreign.built(storage, chunk, others, optimizer="lion", **FIELDS)
@@ -146,14 +153,14 @@ def under_megatron(storage: str, main: str, folder: Path) -> list[Any]:
     optimizer = foreign.built(storage, chunk, optimizer=main, **FIELDS)
     optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
     foreign.step(storage, chunk, optimizer, 3, 5)
-    before = foreign.weights(chunk)
+    before, path = foreign.weights(chunk), tmp_path / f"{distributed.get_rank()}.pt"
     if storage == "megatron_fsdp":
-        checkpoint.save(state_of(chunk, optimizer, is_loading=False), checkpoint_id=folder)
+        checkpoint.save(state_of(chunk, optimizer, is_loading=False), checkpoint_id=tmp_path)
     else:
-        torch.save(optimizer.state_dict(), folder / f"{distributed.get_rank()}.pt")
-    found = [counts_of(optimizer)]
+        torch.save(optimizer.state_dict(), path)
+    counts = counts_of(optimizer)
     foreign.step(storage, chunk, optimizer, 5, 6)
-    found.append(foreign.weights(chunk))
+    whole = foreign.weights(chunk)
     forget_megatron()
     chunk = foreign.wrapped(storage, foreign.Foreign())
     optimizer = foreign.built(storage, chunk, optimizer=main, **FIELDS)
@@ -161,46 +168,29 @@ def under_megatron(storage: str, main: str, folder: Path) -> list[Any]:
         param.detach().copy_(shard(before[name], param))
     if storage == "megatron_fsdp":
         state = state_of(chunk, optimizer, is_loading=True)
-        checkpoint.load(state, checkpoint_id=folder)
+        checkpoint.load(state, checkpoint_id=tmp_path)
         optimizer.load_state_dict(state["optimizer"])
     else:
-        path = folder / f"{distributed.get_rank()}.pt"
         optimizer.load_state_dict(torch.load(path, weights_only=False))
     for group in optimizer.param_groups:
         group["lr"] = 0.02
-    found.append(counts_of(optimizer))
+    assert counts == counts_of(optimizer) == expected(counts, 2, "hidden.weight", "hidden.bias")
+    assert set(counts.values()) == {2, 5}
     foreign.step(storage, chunk, optimizer, 5, 6)
-    return [*found, foreign.weights(chunk)]
+    assert far(whole, foreign.weights(chunk))[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("storage", "main"),
-    mostly_long(
-        itertools.product(("fsdp2", "megatron_fsdp"), ("adaptive_muon", "soap")), ("fsdp2", "soap")
-    ),
-)
-def test_megatrons_trainer_goes_on_with_their_counts(tmp_path, storage, main):
-    for counts, whole, again, found in run_ranks(2, under_megatron, storage, main, tmp_path):
-        assert counts == again == expected(counts, 2, "hidden.weight", "hidden.bias")
-        assert set(counts.values()) == {2, 5}
-        assert far(whole, found)[0] == 0
-
-
+@on_ranks(2, timeout=120)
 @eager
-def after_rests(layout: str, name: str) -> dict[str, int]:
-    """Return counts of a run in whose third step some parameters have no gradient."""
-    model, optimizer = train(layout, config(name), steps=2)
+def test_ranks_with_empty_shards_count_as_the_owner_does():
+    """In the third step, some parameters have no gradient."""
+    model, optimizer = train("optim_grads_params", config("adam"), steps=2)
     set_gradients(model, 2)
     for param in named(model).values():
         if param.shape == (3, 5) or param.dim() == 1:
             param.grad = None
     optimizer.step()
-    return counts_of(optimizer)
-
-
-def test_ranks_with_empty_shards_count_as_the_owner_does():
-    for counts in run_ranks(2, after_rests, "optim_grads_params", "adam", timeout=120):
-        assert set(counts.values()) == {2, 3}
+    assert set(counts_of(optimizer).values()) == {2, 3}
 
 
 class Lazy(torch.optim.Optimizer):

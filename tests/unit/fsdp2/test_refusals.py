@@ -18,7 +18,7 @@ from megatron_eopt.config.registry import EmergingOptimizerEntry, registered
 from megatron_eopt.extending import MuonRule
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.storage import uneven
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.log import listening
 from tests.harness.megatron import initialize_megatron
 from tests.unit.fsdp2.model import config, cut, eager, make_model
@@ -45,12 +45,6 @@ def test_what_has_no_meaning_here(fields, arguments, device, message):
         build_optimizer(make_model().to(device), config(**fields), **arguments)
 
 
-@eager
-def of_megatron_fsdp(layout):
-    with mock.patch.object(uneven, "_kinds", []):
-        return refused(cut(make_model(), layout, "up"), config())
-
-
 @pytest.mark.parametrize(
     ("layout", "hint"),
     [
@@ -58,8 +52,11 @@ def of_megatron_fsdp(layout):
         ("units", "Import megatron_eopt.contrib.megatron_fsdp_v2 before"),
     ],
 )
+@on_ranks(1)
+@eager
 def test_what_megatron_fsdp_shards_needs_its_import(layout, hint):
-    assert hint in run_ranks(1, of_megatron_fsdp, layout)[0]
+    with mock.patch.object(uneven, "_kinds", []):
+        assert hint in refused(cut(make_model(), layout, "up"), config())
 
 
 def refused(model, settings):
@@ -68,37 +65,33 @@ def refused(model, settings):
     return str(error.value)
 
 
-def refusals():
-    of_ranks = refused(make_model("fsdp"), config(lr=0.1 * (1 + dist.get_rank())))
-    plain = make_model("fsdp")
-    plain.extra = torch.nn.Linear(4, 4)
+@on_ranks(2, cpu=False)
+def test_ranks_that_differ_and_parameters_beside_the_mesh():
     triple = (2.0, -1.5, 0.5 - 0.1 * dist.get_rank())
-    coefficients = refused(make_model("fsdp"), config(muon_coefficient_type=triple))
+    for name, fields in (
+        ("lr=", {"lr": 0.1 * (1 + dist.get_rank())}),
+        ("muon_coefficient_type=((", {"muon_coefficient_type": triple}),
+    ):
+        error = refused(make_model("fsdp"), config(**fields))
+        assert name in error, error
+        assert "is not the same on all ranks" in error, error
     for name in checks._PRINT:
         # what only prints may differ
         build_optimizer(make_model("fsdp"), config(**{name: dist.get_rank() == 0}))
-    return of_ranks, coefficients, refused(plain, config())
+    plain = make_model("fsdp")
+    plain.extra = torch.nn.Linear(4, 4)
+    error = refused(plain, config())
+    assert error.startswith("extra.weight=(4, 4): is a plain tensor among DTensors"), error
 
 
-def test_ranks_that_differ_and_parameters_beside_the_mesh():
-    for *of_ranks, plain in run_ranks(2, refusals, cpu=False):
-        for name, error in zip(("lr=", "muon_coefficient_type=(("), of_ranks, strict=True):
-            assert name in error
-            assert "is not the same on all ranks" in error
-        assert plain.startswith("extra.weight=(4, 4): is a plain tensor among DTensors")
-
-
-def refusal_of_megatrons_tensor_parallelism():
+@on_ranks(2)
+def test_a_mesh_without_the_tensor_parallel_dimension():
     initialize_megatron(tp=2)
     model = make_model("fsdp")
     model.up.weight.tensor_model_parallel = True
     model.up.weight.partition_dim = 0
-    return refused(model, config())
-
-
-def test_a_mesh_without_the_tensor_parallel_dimension():
-    for message in run_ranks(2, refusal_of_megatrons_tensor_parallelism):
-        assert "lacks the 2 tensor-parallel ranks that cut dimension 0" in message
+    error = refused(model, config())
+    assert "lacks the 2 tensor-parallel ranks that cut dimension 0" in error, error
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from megatron_eopt.contrib import megatron_fsdp_v2 as _v2  # noqa: F401  registe
 from megatron_eopt.matrices import qkv
 from megatron_eopt.megatron_fsdp import build_optimizer
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import FLAT, Model, config, cut, eager, far, named, stepped, weights
 from tests.unit.fsdp2.test_training import Network
@@ -169,37 +170,33 @@ def test_gradients_of_16_bits_and_weights_to_compute_with(layout):
     torch.testing.assert_close(losses, in_float32(), rtol=0.1, atol=0)
 
 
-@eager
-def refused_step(layout, *, tied=False, frozen=False):
-    """Return why a model with a weight without a gradient, or frozen too late, cannot step."""
-    model = Network(tied=tied)
-    if not tied and not frozen:
-        model.unused = nn.Linear(3, 2, bias=False)
-    model = cut(model, layout, "hidden")
-    optimizer = build_optimizer(model, config("muon"))
-    next(model.parameters()).requires_grad_(not frozen)
-    model(torch.arange(4)).sum().backward()
-    with pytest.raises(ConfigurationError) as error:
-        optimizer.step()
-    return str(error.value)
-
-
 @pytest.mark.parametrize(
     ("layout", "how", "message"),
     [
-        ("one unit", {"tied": True}, "which have none: lm_head.weight"),
-        ("one unit", {}, "which have none: unused.weight"),
-        ("units", {"frozen": True}, "was set after fully_shard"),
+        ("one unit", "tied", r"which have none: lm_head\.weight"),
+        ("one unit", "unused", r"which have none: unused\.weight"),
+        ("units", "frozen", "was set after fully_shard"),
     ],
 )
-def test_units_that_would_not_be_trained_as_told_are_refused(layout, how, message):
-    for found in run_ranks(2, partial(refused_step, layout, **how), timeout=120):
-        assert message in found
-
-
+@on_ranks(2, timeout=120)
 @eager
-def stepped_by_muon(layout):
-    """Return which weights have momentum, of two that were kept from it before they were cut."""
+def test_units_that_would_not_be_trained_as_told_are_refused(layout, how, message):
+    model = Network(tied=how == "tied")
+    if how == "unused":
+        model.unused = nn.Linear(3, 2, bias=False)
+    model = cut(model, layout, "hidden")
+    optimizer = build_optimizer(model, config("muon"))
+    next(model.parameters()).requires_grad_(how != "frozen")
+    model(torch.arange(4)).sum().backward()
+    with pytest.raises(ConfigurationError, match=message):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "units"])
+@on_ranks(2, timeout=120)
+@eager
+def test_what_is_set_on_a_cut_weight_counts(layout):
+    """Of two weights that were kept from Muon before they were cut, one is stepped by it."""
     model = Model()
     names = ("down.weight", "wide.weight")
     for name in names:
@@ -208,9 +205,5 @@ def stepped_by_muon(layout):
     named(model)["down.weight"].use_muon = True
     optimizer = build_optimizer(model, config("muon"))
     stepped(model, optimizer, 0)
-    return [name for name in names if "momentum_buffer" in optimizer.state[named(model)[name]]]
-
-
-@pytest.mark.parametrize("layout", ["fsdp", "units"])
-def test_what_is_set_on_a_cut_weight_counts(layout):
-    assert run_ranks(2, stepped_by_muon, layout, timeout=120) == [["down.weight"]] * 2
+    found = [name for name in names if "momentum_buffer" in optimizer.state[named(model)[name]]]
+    assert found == ["down.weight"], found

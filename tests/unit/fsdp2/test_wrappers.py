@@ -1,6 +1,7 @@
 """A parameter is called the same however its model is wrapped, in groups, state and overrides."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from megatron_eopt.routing.plain_names import match_names, plain_names
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import FORMS, config, eager, far, gradient, groups_of, load, whole
 
@@ -98,9 +99,10 @@ def weights(optimizer):
     return [whole(param) for param in optimizer.names]
 
 
+@pytest.mark.parametrize("name", mostly_long(OPTIMIZERS, "muon"))
+@on_ranks(1, cpu=False)
 @eager
-def resumed(name):
-    """Return which pairs of wrappings and forms do not go on as a run in one go does."""
+def test_a_run_goes_on_with_any_wrapper_on_or_off(name):
     overrides = {ParamKey(name="layers.0.*"): {"max_lr": 0.5}}
     wrong = []
     for before, after in [(w, "plain") for w in WRAPPINGS] + [("plain", w) for w in WRAPPINGS]:
@@ -124,30 +126,20 @@ def resumed(name):
             found = dict(enumerate(weights(following)))
             if far(found, dict(enumerate(weights(optimizer))))[0] > 0:
                 wrong.append((before, after, form.__name__))
-    return wrong
+    assert not wrong, wrong
 
 
-@pytest.mark.parametrize("name", mostly_long(OPTIMIZERS, "muon"))
-def test_a_run_goes_on_with_any_wrapper_on_or_off(name):
-    assert run_ranks(1, resumed, name, cpu=False) == [[]]
-
-
-def names_everywhere():
-    found = {}
+@on_ranks(1, cpu=False)
+def test_names_are_those_of_the_model_and_of_torchs_checkpoints():
+    own = {name for name, _ in Model().named_parameters()}
     for wrapping in WRAPPINGS:
         model, optimizer = wrapped(wrapping)
         step(optimizer, 0)
-        fqns = get_optimizer_state_dict(model, optimizer)["state"].keys()
-        found[wrapping] = set(optimizer.names.values()), set(fqns)
-    return found
-
-
-def test_names_are_those_of_the_model_and_of_torchs_checkpoints():
-    own = {name for name, _ in Model().named_parameters()}
-    for wrapping, (names, fqns) in run_ranks(1, names_everywhere, cpu=False)[0].items():
+        names = set(optimizer.names.values())
+        fqns = set(get_optimizer_state_dict(model, optimizer)["state"])
         # torch does not know DataParallel
         torchs = {f"module.{name}" for name in own} if wrapping == "DataParallel" else own
-        assert (names, fqns) == (own, torchs), wrapping
+        assert (names, fqns) == (own, torchs), (wrapping, names, fqns)
 
 
 PATTERNS = [
@@ -163,18 +155,12 @@ def of_a_rate(optimizer, rate):
     return {name for name, group in groups_of(optimizer).items() if group["lr"] == rate}
 
 
-def overridden():
-    wrong = []
-    for wrapping in WRAPPINGS:
-        for pattern in PATTERNS:
-            _, optimizer = wrapped(wrapping, "muon", {ParamKey(name=pattern): {"max_lr": 0.5}})
-            if of_a_rate(optimizer, 0.5) != {"layers.0.0.weight", "layers.0.0.bias"}:
-                wrong.append((wrapping, pattern, of_a_rate(optimizer, 0.5)))
-    return wrong
-
-
+@on_ranks(1, cpu=False)
 def test_overrides_match_with_any_wrapper_on_or_off():
-    assert run_ranks(1, overridden, cpu=False) == [[]]
+    for wrapping, pattern in itertools.product(WRAPPINGS, PATTERNS):
+        _, optimizer = wrapped(wrapping, "muon", {ParamKey(name=pattern): {"max_lr": 0.5}})
+        found = of_a_rate(optimizer, 0.5)
+        assert found == {"layers.0.0.weight", "layers.0.0.bias"}, (wrapping, pattern, found)
 
 
 class WithModule(nn.Module):
