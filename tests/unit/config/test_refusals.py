@@ -21,6 +21,7 @@ from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.routing.routes import read_overrides
 from megatron_eopt.wrappers.config_file import read_optimizer_file
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_ddp
 from tests.unit.fsdp2.model import Model
@@ -196,16 +197,13 @@ def test_a_mode_that_a_storage_does_not_serve(storage: str) -> None:
         assert mode.named in error, mode
 
 
-def with_two_instances() -> str:
+@on_ranks(2)
+def test_a_step_that_looks_ahead_serves_one_instance_of_the_distributed_optimizer() -> None:
     initialize_megatron(optimizer_instances=2)
     flags = {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}
     model = wrap_ddp(Foreign(), **flags, **OVERLAPS)
-    return built(Mode("sharded", "", LOOKS_AHEAD), model)
-
-
-def test_a_step_that_looks_ahead_serves_one_instance_of_the_distributed_optimizer() -> None:
-    for error in run_ranks(2, with_two_instances):
-        assert "muon_overlap_dp_comm=True: needs num_distributed_optimizer_instances=1" in error
+    error = built(Mode("sharded", "", LOOKS_AHEAD), model)
+    assert "muon_overlap_dp_comm=True: needs num_distributed_optimizer_instances=1" in error, error
 
 
 def values() -> Iterator[tuple[str, str, Any]]:
@@ -343,37 +341,21 @@ def test_a_flag_that_needs_a_gpu(name: str, value: Any, shown: str) -> None:
 
 @pytest.mark.parametrize(("flag", "expected"), [(False, 0.0), (True, 0.5)])
 def test_the_flag_decides(flag, expected):
-    config = EmergingOptimizerConfig(
-        optimizer="muon",
-        lr=1e-3,
-        use_distributed_optimizer=True,
-        optimizer_cpu_offload=flag,
-        optimizer_offload_fraction=0.5,
-    )
+    fields = {"use_distributed_optimizer": True, "optimizer_cpu_offload": flag}
+    fields |= {"optimizer": "muon", "lr": 1e-3, "optimizer_offload_fraction": 0.5}
+    config = EmergingOptimizerConfig(**fields)
     assert resolve(config).offload_fraction == expected
 
 
-def off_loaded_adam():
-    initialize_megatron()
-    model = wrap_ddp(tiny_gpt(dtype=torch.bfloat16), use_distributed_optimizer=True)
-    found = []
-    for cls, fraction in itertools.product((OptimizerConfig, EmergingOptimizerConfig), (0.5, 1.0)):
-        config = cls(
-            optimizer="adam",
-            lr=1e-3,
-            bf16=True,
-            use_distributed_optimizer=True,
-            optimizer_cpu_offload=True,
-            optimizer_offload_fraction=fraction,
-        )
-        with pytest.raises(ConfigurationError) as raised:
-            get_megatron_optimizer(config, [model])
-        found.append(str(raised.value))
-    return found
-
-
+@on_ranks(3)
 def test_megatrons_adam_is_not_off_loaded_without_a_gpu():
     """Its first step would end in a KeyError."""
-    for text in itertools.chain(*run_ranks(3, off_loaded_adam)):
-        assert text.startswith("optimizer_cpu_offload=True: megatron-core's optimizer that")
-        assert "needs a GPU" in text
+    initialize_megatron()
+    model = wrap_ddp(tiny_gpt(dtype=torch.bfloat16), use_distributed_optimizer=True)
+    fields = {"bf16": True, "use_distributed_optimizer": True, "optimizer_cpu_offload": True}
+    fields |= {"optimizer": "adam", "lr": 1e-3}
+    told = "^optimizer_cpu_offload=True: megatron-core's optimizer that.*needs a GPU"
+    for cls, fraction in itertools.product((OptimizerConfig, EmergingOptimizerConfig), (0.5, 1.0)):
+        config = cls(optimizer_offload_fraction=fraction, **fields)
+        with pytest.raises(ConfigurationError, match=told):
+            get_megatron_optimizer(config, [model])

@@ -14,6 +14,7 @@ from megatron_eopt.config.registry import optimizer_names
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import (
     FORMS,
@@ -34,37 +35,28 @@ STEPS = 3
 LATER = range(STEPS, STEPS + 2)
 
 
-def cleared(optimizer, params):
-    optimizer.state.clear()
-
-
-def replaced(optimizer, params):
-    optimizer.state = defaultdict(dict)
-
-
-def deleted(optimizer, params):
-    for param in params:
-        del optimizer.state[param]
-
-
-def popped(optimizer, params):
-    for param in list(optimizer.state):
-        optimizer.state.pop(param)
-
-
-def emptied(optimizer, params):
-    for param in params:
-        optimizer.state[param].clear()
-
-
-def assigned(optimizer, params):
-    for param in params:
-        optimizer.state[param] = {}
-
-
-WAYS = (cleared, replaced, deleted, popped, emptied, assigned)
-OF_ALL_AND_OF_EACH = (replaced, deleted)
+WAYS = ("cleared", "replaced", "deleted", "popped", "emptied", "assigned")
+OF_ALL_AND_OF_EACH = ("replaced", "deleted")
 """One way for all parameters and one for each: where storages differ, not the ways."""
+
+
+def reset(optimizer, way, params):
+    """Throw the state away, of all parameters at once or of each."""
+    state = optimizer.state
+    if way == "cleared":
+        state.clear()
+    elif way == "replaced":
+        optimizer.state = defaultdict(dict)
+    for param in list(state) if way == "popped" else params:
+        if way == "deleted":
+            del state[param]
+        elif way == "popped":
+            state.pop(param)
+        elif way == "emptied":
+            state[param].clear()
+        elif way == "assigned":
+            state[param] = {}
+
 
 VARIANTS = {
     # sinkhorn_muon has Muon's state, but starts only from weights that its own mapper made
@@ -123,10 +115,10 @@ def resets(layout, variants, ways, **fields):
             optimizer = build(model, variant, **fields)
             stepped(model, optimizer, *range(STEPS))
             other = copied(model, layout)
-            way(optimizer, list(optimizer.names))
+            reset(optimizer, way, list(optimizer.names))
             continued = stepped(model, optimizer, *LATER)
             new = build(other, variant, **fields)
-            found[variant, way.__name__] = far(continued, stepped(other, new, *LATER))[0]
+            found[variant, way] = far(continued, stepped(other, new, *LATER))[0]
             # the state is there again to be saved
             assert kinds_of(optimizer) == kinds_of(new)
     return found
@@ -277,21 +269,12 @@ def after_reset(run, variant, way):
     before = chain_steps(run, optimizer, chunk, 0, STEPS)
     for child in optimizer.chained_optimizers:
         groups = child.optimizer.param_groups
-        way(child.optimizer, [param for group in groups for param in group["params"]])
+        reset(child.optimizer, way, [param for group in groups for param in group["params"]])
     continued = chain_steps(run, optimizer, chunk, STEPS)
     chunk, fresh = new_chain(run, variant, before)
     expected = chain_steps(run, fresh, chunk, STEPS)
     forget_megatron()
     return far(continued, expected)[0], optimizer
-
-
-@eager
-def chain_resets(name, variant):
-    """Return the same for chains of Megatron's training loop."""
-    return {
-        (variant, way.__name__): after_reset(CHAINS[name], variant, way)[0]
-        for way in OF_ALL_AND_OF_EACH
-    }
 
 
 @pytest.mark.parametrize(
@@ -304,8 +287,11 @@ def chain_resets(name, variant):
         ("ZeRO-1", "soap"),
     ),
 )
+@on_ranks(2, timeout=200)
+@eager
 def test_in_megatrons_loop(name, variant):
-    assert not wrong(run_ranks(2, chain_resets, name, variant, timeout=200))
+    for way in OF_ALL_AND_OF_EACH:
+        assert after_reset(CHAINS[name], variant, way)[0] == 0, way
 
 
 EMBEDDING = {"vocabulary": 4096, "untied": False}
@@ -316,8 +302,8 @@ WHOLE = ("soap", "psgd_pro", "scion", "muon_hyperball")
 def resets_of_owners(variant):
     """Return the same where one of two ranks stores only a part of the embedding."""
     run, found, owners = replace(CHAINS["ZeRO-1"], model=EMBEDDING), {}, set()
-    for way in (deleted, assigned):
-        found[variant, way.__name__], chain = after_reset(run, variant, way)
+    for way in ("deleted", "assigned"):
+        found[variant, way], chain = after_reset(run, variant, way)
         (child,) = chain.chained_optimizers
         for item in child.assigned:
             rule = item.rule
@@ -333,32 +319,20 @@ def test_of_owners_that_store_none_of_their_matrices(variant):
     assert not wrong(found)
 
 
-def unchanged(optimizer):
-    pass
-
-
-def copied_state(optimizer):
-    copies = {param: dict(values) for param, values in optimizer.state.items()}
-    optimizer.state = defaultdict(dict, copies)
-
-
+@pytest.mark.parametrize("variant", BY_ROWS_AND_BY_OWNERS)
+@on_ranks(2, timeout=200)
 @eager
-def copies_of_state(variant):
-    """Return how far steps with a copy of the state are from those with the state itself."""
+def test_a_copy_of_the_state_is_the_state(variant):
     run, results = CHAINS["ZeRO-1"], []
-    for way in (unchanged, copied_state):
+    for is_copied in (False, True):
         chunk, optimizer = new_chain(run, variant)
         chain_steps(run, optimizer, chunk, 0, STEPS)
-        for child in optimizer.chained_optimizers:
-            way(child.optimizer)
+        for child in optimizer.chained_optimizers if is_copied else ():
+            copies = {param: dict(values) for param, values in child.optimizer.state.items()}
+            child.optimizer.state = defaultdict(dict, copies)
         results.append(chain_steps(run, optimizer, chunk, STEPS))
         forget_megatron()
-    return {variant: far(*results)[0]}
-
-
-@pytest.mark.parametrize("variant", BY_ROWS_AND_BY_OWNERS)
-def test_a_copy_of_the_state_is_the_state(variant):
-    assert not wrong(run_ranks(2, copies_of_state, variant, timeout=200))
+    assert far(*results)[0] == 0
 
 
 LATE = {
@@ -370,10 +344,10 @@ LATE = {
 }
 
 
+@pytest.mark.parametrize("name", ["replicated", "ZeRO-1"])
+@on_ranks(2, timeout=200)
 @eager
-def late_settings(name):
-    """Return how far steps with settings that are turned on later are from torch's."""
-    found = {}
+def test_settings_that_are_turned_on_later(name):
     for case, (variant, late) in LATE.items():
         run = CHAINS[name]
         chunk = make_chunk(run)
@@ -396,14 +370,6 @@ def late_settings(name):
             theirs.step()
             continued = chain_steps(run, ours, chunk, step, 1)
         expected = Result(runs.weights(CHAINS["replicated"], its), [])
-        found[case] = far(continued, expected.tensors)[0]
-        forget_megatron()
-    return found
-
-
-@pytest.mark.parametrize("name", ["replicated", "ZeRO-1"])
-def test_settings_that_are_turned_on_later(name):
-    for found in run_ranks(2, late_settings, name, timeout=200):
         # torch's loops over tensors round otherwise than fused ones
-        assert found.keys() == LATE.keys()
-        assert max(found.values()) < 1e-6
+        assert far(continued, expected.tensors)[0] < 1e-6, case
+        forget_megatron()

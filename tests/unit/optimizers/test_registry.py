@@ -10,7 +10,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron_eopt import ConfigurationError, EmergingOptimizerEntry, get_megatron_optimizer
 from megatron_eopt.config import registry
 from megatron_eopt.config.registry import optimizer_names
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
 
@@ -18,9 +18,12 @@ from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
 ON_A_SPHERE = {"oblique_sgd", "oblique_adam"}
 
 
-def _train(names: list[str]) -> None:
+@on_ranks(1, timeout=120)
+def test_every_optimizer_trains() -> None:
+    registered = set(emerging_registry.get_optimizer_name_list()) - {"adaptive_muon"}
+    assert registered <= set(optimizer_names())
     initialize_megatron()
-    for name in names:
+    for name in optimizer_names():
         torch.manual_seed(1)
         chunk = wrap_ddp(tiny_gpt(layers=1))
         config = OptimizerConfig(optimizer=name, lr=1e-3, min_lr=1e-3, clip_grad=1.0)
@@ -38,13 +41,6 @@ def _train(names: list[str]) -> None:
         assert optimizer.chained_optimizers[0].optimizer.param_groups[0]["optimizer"] == name
         losses = [train_step([chunk], optimizer, [synthetic_batch(0)]) for _ in range(5)]
         assert losses[-1] < losses[0], name
-
-
-def test_every_optimizer_trains():
-    names = optimizer_names()
-    registered = set(emerging_registry.get_optimizer_name_list()) - {"adaptive_muon"}
-    assert registered <= set(names)
-    run_ranks(1, _train, names, timeout=120)
 
 
 def test_entry_points_of_installed_packages_are_loaded(monkeypatch, caplog):

@@ -26,6 +26,7 @@ from megatron_eopt.routing.parameters import trainable_parameters
 from megatron_eopt.routing.places import ModelWalk, places_in
 from megatron_eopt.routing.routes import route_all
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.log import listening
 from tests.unit.fsdp2.model import config, cut, eager
 
@@ -152,22 +153,16 @@ def _needs_arguments(cls: type[nn.Module]) -> bool:
         return "Parameter(" in inspect.getsource(cls.__init__)
 
 
-def every_wrapping() -> list[tuple[str, str, Any]]:
-    different = []
+@on_ranks(1, cpu=False)
+def test_every_class_of_torch_has_one_route_however_it_is_wrapped() -> None:
+    assert not classes().keys() ^ ARGUMENTS.keys()
     for name, cls in classes().items():
         for fields in ({}, {"muon_convolutions": True}):
             expected = routes(Model(cls(*ARGUMENTS[name])), **fields)
             for wrapping, wrap in WRAPPINGS.items():
                 found = routes(wrap(Model(cls(*ARGUMENTS[name]))), **fields)
                 # torch cannot parametrize what recurrent layers keep in flat lists
-                if found != expected:
-                    different.append((name, wrapping, set(found.items()) ^ set(expected.items())))
-    return different
-
-
-def test_every_class_of_torch_has_one_route_however_it_is_wrapped():
-    assert not classes().keys() ^ ARGUMENTS.keys()
-    assert run_ranks(1, every_wrapping, cpu=False) == [[]]
+                assert found == expected, (name, wrapping, found.items() ^ expected.items())
 
 
 def test_what_the_modules_say():
@@ -348,15 +343,12 @@ def test_quantized_layers_of_torchao_are_routed_as_before():
     assert run_ranks(1, differences, [*OF_TORCHAO]) == [[]]
 
 
+@on_ranks(1)
 @eager
-def empty_weights_are_named() -> None:
+def test_an_empty_weight_is_named() -> None:
     for wrap in (lambda model: model, *WRAPPERS.values()):
         model = wrap(Network(rows=0))
         with pytest.raises(ConfigurationError, match=r"value\.\S*weight\S*=\(0, 8\): has no elem"):
             build_optimizer(model, config())
         # nothing of it is trained, whoever does not train it
         build_optimizer(model, config("adam"))
-
-
-def test_an_empty_weight_is_named():
-    run_ranks(1, empty_weights_are_named)
