@@ -66,16 +66,10 @@ def places(boxes):
 
 
 def random_boxes(count):
-    row, column, height, width, offset, gap = RNG.integers(
-        [[0]] * 2 + [[1]] * 2 + [[0]] * 2, 5, (6, count)
-    )
-    return Boxes.make(
-        rank=RNG.integers(0, 4, count),
-        corner=(row, column),
-        size=(height, width),
-        offset=offset,
-        stride=width + gap,
-    )
+    least = [[0], [0], [1], [1], [0], [0]]
+    row, column, height, width, offset, gap = RNG.integers(least, 5, (6, count))
+    place = {"corner": (row, column), "size": (height, width), "offset": offset}
+    return Boxes.make(rank=RNG.integers(0, 4, count), **place, stride=width + gap)
 
 
 def test_boxes_are_clipped_where_they_are_stored():

@@ -29,16 +29,10 @@ def test_random_layouts_are_complete_and_a_missing_box_is_noticed(data, shape, r
 WHOLE = Layout.whole((6, 4), 0)
 
 
-def moved(**places: int) -> Boxes:
+def moved(row: int = 3, column: int = 0, height: int = 3, width: int = 4) -> Boxes:
     """Return both halves of the rows of a 6 x 4 matrix, the second one at another place."""
-    second = {"row": 3, "column": 0, "height": 3, "width": 4} | places
-    return Boxes.make(
-        rank=[0, 1],
-        corner=([0, second["row"]], [0, second["column"]]),
-        size=([3, second["height"]], [4, second["width"]]),
-        offset=0,
-        stride=4,
-    )
+    corner, size = ([0, row], [0, column]), ([3, height], [4, width])
+    return Boxes.make(rank=[0, 1], corner=corner, size=size, offset=0, stride=4)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +85,9 @@ def test_a_box_that_is_a_source_twice_is_noticed_even_if_another_is_missing(data
     lost = data.draw(st.sampled_from([None, *(box for box in sources if box != twice)]))
     kept = [box for box in range(len(layout.boxes)) if box != lost]
     faulty = Layout(shape, layout.boxes.take(np.array([*kept, twice])))
+    matrix = Matrix("w", faulty, Layout.whole(shape, 0))
     with pytest.raises(ConfigurationError, match="hold each element"):
-        build_plan(
-            [Matrix("w", faulty, Layout.whole(shape, 0))], [[0]], rank=0, world_size=2 * ranks
-        )
+        build_plan([matrix], [[0]], rank=0, world_size=2 * ranks)
 
 
 @settings(max_examples=40, deadline=None)

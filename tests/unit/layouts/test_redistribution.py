@@ -96,13 +96,10 @@ def run_all_storages():
         for step in range(3):
             full = [full_matrix(shape, 10 * step + i) for i, shape in enumerate(SHAPES)]
             stored = [store(m.storage, f, ranks)[rank] for m, f in zip(matrices, full, strict=True)]
+            inputs = {m.name: tensor for m, tensor in zip(matrices, stored, strict=True)}
             seen = {}
             with counted() as calls:
-                outputs = run(
-                    engine,
-                    {m.name: t for m, t in zip(matrices, stored, strict=True)},
-                    double_and_record(seen),
-                )
+                outputs = run(engine, inputs, double_and_record(seen))
             assert sorted(seen) == [i for i, owner in enumerate(owners) if owner == rank]
             assert all(torch.equal(seen[i], full[i]) for i in seen)
             for matrix, tensor in zip(matrices, stored, strict=True):
@@ -161,13 +158,10 @@ def test_waves_take_turns_with_two_stacks(odd_one_out):
         def load(wave, asked, full=full, events=events):
             assert list(asked) == [names[wave]]
             events.append(f"load {wave}")
+            value = full[names[wave]]
             # a wave's place is not the next one's
-            place = engine.place(names[wave]).view_as(full[names[wave]])
-            return {
-                names[wave]: full[names[wave]].clone()
-                if wave == odd_one_out
-                else place.copy_(full[names[wave]])
-            }
+            place = engine.place(names[wave]).view_as(value)
+            return {names[wave]: value.clone() if wave == odd_one_out else place.copy_(value)}
 
         def store(found, results=results, events=events):
             results.update({name: tensor.clone() for name, tensor in found.items()})
@@ -278,19 +272,17 @@ def test_only_sources_send_to_a_rank_that_stores_nothing(data, shape, ranks):
 
 def test_what_a_rank_holds_already_does_not_travel():
     shape, full = (6, 4), full_matrix((6, 4))
-    replicated = Layout.replicated(shape, [0, 1, 2])
-    plans, _, _ = simulate(
-        Matrix("w", replicated, Layout.whole(shape, 2)), 3, store(replicated, full, 3), torch.neg
-    )
+
+    def plans_of(storage, compute):
+        return simulate(Matrix("w", storage, compute), 3, store(storage, full, 3), torch.neg)[0]
+
+    replicated, slabs = Layout.replicated(shape, [0, 1, 2]), Layout.slabs(shape, 1, [0, 1, 2])
+    plans = plans_of(replicated, Layout.whole(shape, 2))
     assert [plan.waves[0].inward.collective for plan in plans] == [False] * 3
     assert plans[2].waves[0].outward.send_sizes == (24, 24, 0)
-    slabs = Layout.slabs(shape, 1, [0, 1, 2])
-    plans, _, _ = simulate(Matrix("w", slabs, slabs.compact()), 3, store(slabs, full, 3), torch.neg)
-    assert {plan.calls for plan in plans} == {0}
-    plans, _, _ = simulate(
-        Matrix("w", slabs, Layout.replicated(shape, [0, 1, 2])), 3, store(slabs, full, 3), torch.neg
-    )
-    assert {plan.calls for plan in plans} == {1}  # gathered, then every rank keeps its own
+    assert {plan.calls for plan in plans_of(slabs, slabs.compact())} == {0}
+    # gathered, then every rank keeps its own
+    assert {plan.calls for plan in plans_of(slabs, replicated)} == {1}
 
 
 def test_interleaved_rows_are_few_copies():

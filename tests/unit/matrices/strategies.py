@@ -16,19 +16,12 @@ def splits(draw: st.DrawFn, tp_size: int = 1) -> Split:
     for number in range(draw(st.integers(1, 3))):
         rows = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
         blocks = draw(st.integers(1, 4)) * (tp_size if sum(rows) % tp_size else 1)
-        fields = tuple(
-            Field(
-                f"f{number}{index}",
-                length,
-                draw(
-                    st.sampled_from(
-                        [None, *(n for n in range(1, length + 1) if length * blocks % n == 0)]
-                    )
-                ),
-            )
-            for index, length in enumerate(rows)
-        )
-        sections.append(Section(fields, blocks))
+        fields = []
+        for index, length in enumerate(rows):
+            units = [n for n in range(1, length + 1) if length * blocks % n == 0]
+            unit = draw(st.sampled_from([None, *units]))
+            fields.append(Field(f"f{number}{index}", length, unit))
+        sections.append(Section(tuple(fields), blocks))
     total = sum(section.rows for section in sections)
     shape = (total, draw(st.integers(1, 3)) * tp_size)
     experts = draw(st.sampled_from([None, 1, 2, 3]))

@@ -42,15 +42,8 @@ def build(method, **options):
         param = torch.nn.Parameter(value)
         param.is_qkv = SHAPES[name][1]
         params.append((name, param))
-    settings = {
-        "lr": 0.02,
-        "momentum": 0.9,
-        "weight_decay": 0.1,
-        "fp32_matmul_prec": "highest",
-        "split_qkv": True,
-        "qkv_split_shapes": QKV,
-        "moment2_method": method,
-    }
+    settings = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "moment2_method": method}
+    settings |= {"fp32_matmul_prec": "highest", "split_qkv": True, "qkv_split_shapes": QKV}
     return TensorParallelAdaptiveMuon(params, **(settings | options)), dict(params)
 
 
@@ -102,9 +95,8 @@ def test_equals_emerging_optimizers_on_plain_matrices(method, shape):
             param.grad = grad.clone()
             optimizer.step()
     assert (ours - theirs).norm() / (theirs - start).norm() < 1e-5
-    moments = [
-        o.state[p]["moment2_buffer"] for o, p in zip(optimizers, (ours, theirs), strict=True)
-    ]
+    pairs = zip(optimizers, (ours, theirs), strict=True)
+    moments = [optimizer.state[param]["moment2_buffer"] for optimizer, param in pairs]
     assert moments[0].shape == moments[1].shape
     torch.testing.assert_close(*moments, rtol=1e-4, atol=1e-8)
 

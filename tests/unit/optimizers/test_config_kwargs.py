@@ -19,9 +19,8 @@ from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 
-MODEL = SimpleNamespace(
-    config=SimpleNamespace(num_attention_heads=8, num_query_groups=2, kv_channels=16)
-)
+SIZES = SimpleNamespace(num_attention_heads=8, num_query_groups=2, kv_channels=16)
+MODEL = SimpleNamespace(config=SIZES)
 
 
 class Example:
@@ -65,14 +64,11 @@ def test_megatrons_helpers_give_what_megatrons_give():
     model = SimpleNamespace(config=MODEL.config, named_parameters=lambda: fused)
     ours = compat._muon_config_to_kwargs(config, [model], None)
     stock = theirs._muon_config_to_kwargs(config, [model], None)
-    assert {k: ours[k] for k in stock if k != "is_qkv_fn"} == {
-        k: v for k, v in stock.items() if k != "is_qkv_fn"
-    }
+    del stock["is_qkv_fn"]
+    assert {name: ours[name] for name in stock} == stock
     gated = SimpleNamespace(**vars(MODEL.config), attention_output_gate=True)
-    for model_config in (MODEL.config, gated):
-        assert compat._get_qkv_split_shapes(model_config) == theirs._get_qkv_split_shapes(
-            model_config
-        )
+    for sizes in (MODEL.config, gated):
+        assert compat._get_qkv_split_shapes(sizes) == theirs._get_qkv_split_shapes(sizes)
     assert compat._default_param_overrides_factory() == theirs._default_param_overrides_factory()
     compat.validate_coefficient_type("polar_express")
     with pytest.raises(ValueError, match="nope"):

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +14,7 @@ def run_waves(memory, state, run, *functions, arriving=((), ()), named=None, own
     """Let ``run`` be a redistribution that gets functions which load, compute and store."""
     plan = SimpleNamespace(waves=[SimpleNamespace(batches=batches)])
     redistribution = SimpleNamespace(arriving=arriving.__getitem__, plan=plan, run=run)
-    found = (
-        (lambda names: [named[n] for n in names]),
-        (lambda matrices: [owned[n] for n in matrices]),
-    )
+    found = (lambda names: [named[n] for n in names]), (lambda numbers: [owned[n] for n in numbers])
     memory.run_waves(redistribution, *functions, *found, state)
 
 
@@ -74,11 +70,7 @@ def kept():
 
 def places(weight, state):
     its = state[weight]
-    return [
-        weight.data_ptr(),
-        its["momentum"].data_ptr(),
-        its["factors"]["left"][0].data_ptr(),
-    ]
+    return [t.data_ptr() for t in (weight, its["momentum"], its["factors"]["left"][0])]
 
 
 def test_what_is_fetched_is_a_copy_that_goes_back_to_its_home():
@@ -273,21 +265,17 @@ def test_each_direction_waits_on_its_own_stream(monkeypatch):
     memory.weights, memory._pinned = frozenset(), True
     del state[weight]["factors"]
     empty_like = torch.empty_like
-    with (
-        mock.patch.object(
-            torch.Tensor, "record_stream", lambda _, stream: log.append(f"used by {stream.name}")
-        ),
-        mock.patch.object(
-            torch, "empty_like", lambda value, **_: log.append("empty") or empty_like(value)
-        ),
-    ):
-        memory.announce([weight], state)
-        memory.fetch([weight], state)
-        memory.write_back([weight], state)
-        memory.wait_for_write_back()
-        # nothing comes or goes
-        memory.fetch([], state)
-        memory.write_back([], state)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda _, it: log.append(f"used by {it.name}")
+    )
+    monkeypatch.setattr(torch, "empty_like", lambda it, **_: log.append("empty") or empty_like(it))
+    memory.announce([weight], state)
+    memory.fetch([weight], state)
+    memory.write_back([weight], state)
+    memory.wait_for_write_back()
+    # nothing comes or goes
+    memory.fetch([], state)
+    memory.write_back([], state)
     assert log == [
         *("inward", "empty"),
         *("step waits for inward", "used by step"),

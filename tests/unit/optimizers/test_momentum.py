@@ -70,9 +70,8 @@ def rounded_up(fraction, steps):
     shapes = {"a": (16, 40), "b": (16, 40), "fused": FUSED.shape, "experts": (2, 16, 40)}
     params = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
     splits = {param: FUSED if name == "fused" else None for name, param in params.items()}
-    optimizer = TensorParallelMuon(
-        list(params.items()), momentum=0.0, momentum_dtype="bf16", splits=splits
-    )
+    how = {"momentum": 0.0, "momentum_dtype": "bf16", "splits": splits}
+    optimizer = TensorParallelMuon(list(params.items()), **how)
     found = []
     for _ in range(steps):
         for param in params.values():

@@ -34,9 +34,8 @@ def relative(got, want, start):
 @pytest.mark.parametrize("method", ["decoupled", "l2", "independent"])
 def test_three_steps_equal_float64_for_each_kind_of_weight_decay(method, nesterov):
     param = parameter(12, 20)
-    optimizer = TensorParallelMuon(
-        [param], 0.02, 0.9, nesterov, 0.1, weight_decay_method=method, **EXACT
-    )
+    how = {"weight_decay_method": method, **EXACT}
+    optimizer = TensorParallelMuon([param], 0.02, 0.9, nesterov, 0.1, **how)
     start = weight = matrix(param)
     momentum = np.zeros_like(weight)
     for step in range(3):
@@ -45,9 +44,8 @@ def test_three_steps_equal_float64_for_each_kind_of_weight_decay(method, nestero
         optimizer.step()
         decayed = {"decoupled": 1 - 0.02 * 0.1, "l2": 1, "independent": 1 - 0.1}[method] * weight
         effective = grad + 0.1 * weight if method == "l2" else grad
-        weight, momentum = muon_step(
-            decayed, effective, momentum, lr=0.02, momentum=0.9, nesterov=nesterov
-        )
+        numbers = {"lr": 0.02, "momentum": 0.9, "nesterov": nesterov}
+        weight, momentum = muon_step(decayed, effective, momentum, **numbers)
         assert np.array_equal(matrix(param.grad), grad)
     # relative to the way gone: float32 iterations amplify rounding in small singular values
     assert relative(param, weight, start) < 1e-5
@@ -217,9 +215,8 @@ def test_any_storage_takes_the_optimizers_own_size_of_waves(kind):
     two_matrices = 2 * 64 * 64 * 4 / 2**20
     for matrix_buffer_mb, count in [(two_matrices, 2), (2 * two_matrices, 1)]:
         muon = kind(params, matrix_buffer_mb=matrix_buffer_mb, fp32_matmul_prec="highest")
-        update_rule = muon.update_rule_over(
-            shards, ExchangeConfig("exchange", matrix_buffer_mb=1024)
-        )
+        given = ExchangeConfig("exchange", matrix_buffer_mb=1024)
+        update_rule = muon.update_rule_over(shards, given)
         assert len(update_rule.exchange.waves) == count
 
 

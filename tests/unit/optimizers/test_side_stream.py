@@ -9,15 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_eopt.base import gpu
 from tests.harness import run_ranks
 from tests.unit.storage.full_state import Case, build, steps
-from tests.unit.storage.runs import weights
+from tests.unit.storage.runs import SHARDED, weights
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2}
-CASE = Case(
-    "muon",
-    MODEL,
-    ddp={"use_distributed_optimizer": True},
-    config={"use_distributed_optimizer": True, "matrix_buffer_mb": 1 / 128},
-)
+CASE = Case("muon", MODEL, ddp=SHARDED, config=SHARDED | {"matrix_buffer_mb": 1 / 128})
 
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 

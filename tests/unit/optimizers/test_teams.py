@@ -25,6 +25,7 @@ from megatron_eopt.tools.dry_run import Counts
 from tests.harness import run_ranks
 from tests.harness.model_shapes import MODELS
 from tests.harness.shards import StoredParameter, newton_schulz
+from tests.unit.math.spectra import gaussian
 from tests.unit.storage.full_state import Case, build, steps
 from tests.unit.storage.runs import DENSE, Result, deviation, weights
 
@@ -96,10 +97,7 @@ def shards_of(shapes):
 
 
 def matrices(shapes):
-    return [
-        torch.randn(shape, generator=torch.Generator().manual_seed(i))
-        for i, shape in enumerate(shapes)
-    ]
+    return [gaussian(*shape, number) for number, shape in enumerate(shapes)]
 
 
 def share(algorithm, matrix_buffer_mb, precision):
@@ -152,9 +150,8 @@ def train(case, count):
     with free_talk():
         chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, count)
-    (schedule,) = [
-        item for m in optimizer.chained_optimizers for d in m.update_rules for item in d.schedules
-    ]
+    rules = (rule for link in optimizer.chained_optimizers for rule in link.update_rules)
+    (schedule,) = (schedule for rule in rules for schedule in rule.schedules)
     sizes = Counter(len(item.group) for item in schedule.placements)
     return Result(weights(case.run, chunk), []), sizes
 

@@ -72,15 +72,9 @@ def muon(
         param.allreduce = not case.expert
         params.append((name, param))
     cls = TensorParallelAdaptiveMuon if "moment2_method" in settings else TensorParallelMuon
-    return cls(
-        params,
-        lr=0.1,
-        fp32_matmul_prec="highest",
-        tp_mode=mode,
-        pg_collection=SimpleNamespace(tp=group, expt_tp=group),
-        splits={param: case.split for (_, param), case in zip(params, CASES.values(), strict=True)},
-        **settings,
-    )
+    splits = {param: case.split for (_, param), case in zip(params, CASES.values(), strict=True)}
+    settings |= {"lr": 0.1, "fp32_matmul_prec": "highest", "tp_mode": mode, "splits": splits}
+    return cls(params, pg_collection=SimpleNamespace(tp=group, expt_tp=group), **settings)
 
 
 def step(optimizer: TensorParallelMuon, number: int, size: int, rank: int) -> None:

@@ -122,14 +122,9 @@ def routing_of(library: str, name: str) -> dict[str, str]:
     Convolutions of image models are flattened.
     """
     model = LIBRARIES[library][0](name)
-    config = EmergingOptimizerConfig(
-        optimizer="muon",
-        lr=0.1,
-        weight_decay=0.1,
-        clip_grad=0.0,
-        print_optimizer_routing=True,
-        muon_convolutions=library != "transformers",
-    )
+    fields = {"optimizer": "muon", "lr": 0.1, "weight_decay": 0.1, "clip_grad": 0.0}
+    fields |= {"print_optimizer_routing": True, "muon_convolutions": library != "transformers"}
+    config = EmergingOptimizerConfig(**fields)
     with listening() as lines:
         build_optimizer(model, config)
     (table,) = (text for text in lines if text.startswith("optimizer routing"))

@@ -21,6 +21,8 @@ from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttenti
 from torch import nn
 
 HIDDEN = 24
+GATED = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+PROJECTIONS: Any = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
 
 
 def set_up(tp_size: int) -> None:
@@ -31,44 +33,24 @@ def set_up(tp_size: int) -> None:
 
 
 def config(tp_size: int = 1, kind: Any = TransformerConfig, **changes: Any) -> Any:
-    fields = {
-        "num_layers": 1,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "kv_channels": 6,
-        "ffn_hidden_size": 20,
-        "use_cpu_initialization": True,
-        "tensor_model_parallel_size": tp_size,
-        "add_bias_linear": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
+    fields = {"num_layers": 1, "hidden_size": HIDDEN, "ffn_hidden_size": 20}
+    fields |= {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 6}
+    fields |= {"use_cpu_initialization": True, "tensor_model_parallel_size": tp_size}
+    fields |= {"add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     return kind(**fields | changes)
 
 
 def mla_config(tp_size: int = 1, **changes: Any) -> MLATransformerConfig:
-    fields = {
-        "num_query_groups": None,
-        "kv_channels": None,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 6,
-        "qk_head_dim": 6,
-        "qk_pos_emb_head_dim": 2,
-        "v_head_dim": 4,
-        "rope_type": "rope",
-    }
+    fields: dict[str, Any] = {"num_query_groups": None, "kv_channels": None, "rope_type": "rope"}
+    fields |= {"q_lora_rank": 8, "kv_lora_rank": 6}
+    fields |= {"qk_head_dim": 6, "qk_pos_emb_head_dim": 2, "v_head_dim": 4}
     return config(tp_size, MLATransformerConfig, **fields | changes)
 
 
 def gpt(settings: TransformerConfig, **spec: Any) -> GPTModel:
-    return GPTModel(
-        config=settings,
-        transformer_layer_spec=get_gpt_layer_local_spec(**spec),
-        vocab_size=32,
-        max_sequence_length=16,
-        position_embedding_type="rope",
-    )
+    sizes = {"vocab_size": 32, "max_sequence_length": 16}
+    layer = get_gpt_layer_local_spec(**spec)
+    return GPTModel(settings, layer, **sizes, position_embedding_type="rope")
 
 
 def attention(settings: TransformerConfig) -> SelfAttention:
@@ -110,13 +92,7 @@ class GroupedLinear(nn.Module):
 def grouped_experts(**changes: Any) -> TEGroupedMLP:
     # set afterwards what the config refuses to take where Transformer Engine is absent
     late = {name: changes.pop(name) for name in list(changes) if name.startswith("moe_single")}
-    settings = config(
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        num_moe_experts=3,
-        moe_ffn_hidden_size=8,
-        **changes,
-    )
+    settings = config(**GATED, num_moe_experts=3, moe_ffn_hidden_size=8, **changes)
     for name, value in late.items():
         setattr(settings, name, value)
     submodules = GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
@@ -126,19 +102,11 @@ def grouped_experts(**changes: Any) -> TEGroupedMLP:
 
 def gated_delta_net(tp_size: int = 1) -> GatedDeltaNet:
     """Build it without its kernels, which exist for GPUs only; its forward cannot run here."""
-    settings = config(
-        tp_size,
-        linear_conv_kernel_dim=2,
-        linear_key_head_dim=3,
-        linear_value_head_dim=5,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        activation_func=torch.nn.functional.silu,
-        deterministic_mode=True,
-    )
-    submodules = GatedDeltaNetSubmodules(
-        in_proj=ColumnParallelLinear, out_norm=IdentityOp, out_proj=RowParallelLinear
-    )
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 2}
+    sizes |= {"linear_key_head_dim": 3, "linear_value_head_dim": 5}
+    how = {"activation_func": torch.nn.functional.silu, "deterministic_mode": True}
+    settings = config(tp_size, **sizes, **how)
+    submodules = GatedDeltaNetSubmodules(**PROJECTIONS, out_norm=IdentityOp)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     with mock.patch.object(common, "HAVE_FLA", True):
         return GatedDeltaNet(settings, submodules, layer_number=1, pg_collection=groups)
@@ -147,11 +115,8 @@ def gated_delta_net(tp_size: int = 1) -> GatedDeltaNet:
 def mamba(tp_size: int = 1) -> mamba_mixer.MambaMixer:
     """Build it without its kernels, which exist for GPUs only; its forward cannot run here."""
     settings = config(tp_size, mamba_state_dim=3, mamba_head_dim=6, mamba_num_groups=2)
-    submodules = mamba_mixer.MambaMixerSubmodules(
-        in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
-    )
+    submodules = mamba_mixer.MambaMixerSubmodules(**PROJECTIONS)
     groups = ProcessGroupCollection.use_mpu_process_groups()
+    how = {"rmsnorm": False, "layer_number": 1, "pg_collection": groups}
     with mock.patch.object(mamba_mixer, "HAVE_MAMBA_SSM", True):
-        return mamba_mixer.MambaMixer(
-            settings, submodules, HIDDEN, rmsnorm=False, layer_number=1, pg_collection=groups
-        )
+        return mamba_mixer.MambaMixer(settings, submodules, HIDDEN, **how)

@@ -79,8 +79,7 @@ def test_attention_uses_these_rows(tp_size: int, groups: int, gate: bool) -> Non
 
 def mlp_rank(tp_size: int) -> Any:
     modules.set_up(tp_size)
-    silu = torch.nn.functional.silu
-    module = modules.mlp(modules.config(tp_size, gated_linear_unit=True, activation_func=silu))
+    module = modules.mlp(modules.config(tp_size, **modules.GATED))
     param, split = only(module)
     torch.manual_seed(5)
     inputs = torch.randn(7, 1, modules.HIDDEN)

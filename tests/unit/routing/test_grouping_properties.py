@@ -32,15 +32,8 @@ def models(draw: st.DrawFn) -> torch.nn.Module:
 
 
 # Each setting has one value, so that no two overrides disagree.
-SETTINGS = st.fixed_dictionaries(
-    {},
-    optional={
-        "wd_mult": st.just(0.0),
-        "max_lr": st.just(0.5),
-        "optimizer": st.just("adam"),
-        "betas": st.just((0.8, 0.9)),
-    },
-)
+VALUES = {"wd_mult": 0.0, "max_lr": 0.5, "optimizer": "adam", "betas": (0.8, 0.9)}
+SETTINGS = st.fixed_dictionaries({}, optional={name: st.just(its) for name, its in VALUES.items()})
 KEYS = st.one_of(
     st.sampled_from([*(f"{name}.*" for name in LAYERS), "*.bias", "*", "nothing"]).map(
         lambda pattern: ParamKey(name=pattern)

@@ -21,9 +21,8 @@ def built(model: nn.Module, **options: Any) -> tuple[dict[str, list[str]], list[
         build_optimizer(model, settings, **options)
     (table,) = (line for line in lines if line.startswith("optimizer routing"))
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[3:-2]]
-    return {row[0]: [row[2], row[5], row[6]] for row in rows}, [
-        line for line in lines if line is not table
-    ]
+    others = [line for line in lines if line is not table]
+    return {row[0]: [row[2], row[5], row[6]] for row in rows}, others
 
 
 CELL = {"weight_ih", "weight_hh"}
@@ -46,9 +45,8 @@ CELL = {"weight_ih", "weight_hh"}
 )
 def test_gates_of_recurrent_layers_look_fused(layer, fused):
     table, lines = built(nn.ModuleDict({"block": layer}))
-    named = {
-        name for line in lines if "look fused" in line for name in re.findall(r"weight_\w+", line)
-    }
+    told = " ".join(line for line in lines if "look fused" in line)
+    named = set(re.findall(r"weight_\w+", told))
     assert fused <= named
     assert bool(named) == bool(fused)
     assert "weight_hr_l0" not in named
@@ -115,10 +113,8 @@ class Head(nn.Module):
 def detector(**heads: nn.Module) -> nn.Module:
     layers = [nn.ModuleDict({"fc1": nn.Linear(32, 64), "fc2": nn.Linear(64, 32)}) for _ in "12"]
     router = nn.ModuleDict({"gate": nn.Linear(32, 2), "down": nn.Linear(32, 32)})
-    body = nn.ModuleDict(
-        {"input_proj": nn.Linear(32, 32), "layers": nn.ModuleList([*layers, router])}
-    )
-    return nn.ModuleDict({"body": body, **heads})
+    body = {"input_proj": nn.Linear(32, 32), "layers": nn.ModuleList([*layers, router])}
+    return nn.ModuleDict({"body": nn.ModuleDict(body), **heads})
 
 
 @pytest.mark.parametrize(
@@ -177,29 +173,24 @@ def test_the_first_layer_gets_the_scalar_optimizer_if_it_is_a_convolution():
     assert table["stem.weight"] == ["adam", "0.1", "input layer"]
     assert table["conv.weight"] == ["muon", "0.1", "matrix"]
     assert line.startswith("stem.weight reads the input, so adam updates it.")
-    # also if it is frozen: the next one is still no input layer
-    model = Images()
-    model.stem.requires_grad_(False)
-    table, lines = routed(model)
-    assert table["conv.weight"][0] == "muon"
-    assert not lines
-    # a later pipeline stage has no input layer
-    model = Images()
-    model.pre_process = False
-    table, lines = routed(model)
-    assert table["stem.weight"][0] == "muon"
-    assert not lines
-    # the override that the line names
-    model = Images()
-    model.stem.weight.eopt_split = "whole"
-    table, lines = routed(model)
-    assert table["stem.weight"] == ["muon", "0.1", "matrix"]
-    assert not lines
-    # behind another layer
+    frozen, later, declared = Images(), Images(), Images()
+    frozen.stem.requires_grad_(False)
+    later.pre_process = False
+    declared.stem.weight.eopt_split = "whole"
     behind = nn.ModuleDict({"embedding": nn.Embedding(8, 16), "images": Images()})
-    table, lines = routed(behind)
-    assert table["images.stem.weight"][0] == "muon"
-    assert not lines
+    for model, name in (
+        # also if the first is frozen, the next one is no input layer
+        (frozen, "conv.weight"),
+        # a later pipeline stage has none
+        (later, "stem.weight"),
+        # the override that the line names
+        (declared, "stem.weight"),
+        # behind another layer
+        (behind, "images.stem.weight"),
+    ):
+        table, lines = routed(model)
+        assert table[name] == ["muon", "0.1", "matrix"]
+        assert not lines
 
 
 def test_the_last_layer_of_a_sequential_model_gets_a_line():
@@ -211,13 +202,11 @@ def test_the_last_layer_of_a_sequential_model_gets_a_line():
 
 
 def test_the_table_folds_repeated_layers_and_ends_in_sums():
-    blocks = [
-        nn.ModuleDict({"up": nn.Linear(8, n), "norm": nn.LayerNorm(n)}) for n in (8, 8, 8, 12)
-    ]
+    sizes = (8, 8, 8, 12)
+    blocks = [nn.ModuleDict({"up": nn.Linear(8, n), "norm": nn.LayerNorm(n)}) for n in sizes]
     blocks[1]["up"].weight.use_muon = False
-    model = nn.ModuleDict(
-        {"blocks": nn.ModuleList(blocks), "own": nn.ModuleList([nn.Linear(4, 4)])}
-    )
+    model = nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
+    model["own"] = nn.ModuleList([nn.Linear(4, 4)])
     model["conv"] = nn.Conv2d(8, 8, 3, groups=2, bias=False)
     settings = config(muon_convolutions=True, print_optimizer_routing=True)
     with listening() as lines:

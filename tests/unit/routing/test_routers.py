@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.routing.places import places_in
 from tests.harness.log import listening
-from tests.unit.fsdp2.model import config
+from tests.unit.fsdp2.model import config, groups_of
 from tests.unit.routing.test_known_transformers import Tiny, classes_of, make
 
 EXPERTS = 5
@@ -99,9 +99,8 @@ def grouped(dim: int, hidden: int, experts: int) -> nn.Module:
 
 
 def as_list(dim: int, hidden: int, experts: int) -> nn.Module:
-    return nn.ModuleList(
-        nn.Sequential(nn.Linear(dim, hidden), nn.Linear(hidden, dim)) for _ in range(experts)
-    )
+    every = [(nn.Linear(dim, hidden), nn.Linear(hidden, dim)) for _ in range(experts)]
+    return nn.ModuleList(nn.Sequential(*layers) for layers in every)
 
 
 class Layer(nn.Module):
@@ -133,11 +132,7 @@ def test_a_weight_with_a_row_for_each_expert_beside_them_is_a_router(choose, exp
     model = Layer(CHOICES[choose](), KINDS[experts]())
     with listening() as lines:
         optimizer = build_optimizer(model, OFF)
-    names = {
-        optimizer.names[param]: group["optimizer"]
-        for group in optimizer.param_groups
-        for param in group["params"]
-    }
+    names = {name: group["optimizer"] for name, group in groups_of(optimizer).items()}
     assert {kind for name, kind in names.items() if "mix.choose" in name} == {"adam"}
     assert names["attention.weight"] == names["mix.shared_expert.weight"] == "muon"
     assert not any("found no trainable router" in line for line in lines)

@@ -482,13 +482,8 @@ def test_a_third_party_optimizer_takes_everything_or_has_its_own_overrides(monke
     monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
     own = {ParamKey(name="*.bias"): {"wd_mult": 0.5}}
     for name, overrides in (("plain", {}), ("own", own)):
-        register_optimizer(
-            name,
-            torch.optim.SGD,
-            state_layout="element_wise",
-            default_param_overrides=overrides,
-            prefixes=("muon",),
-        )
+        how = {"state_layout": "element_wise", "prefixes": ("muon",)}
+        register_optimizer(name, torch.optim.SGD, default_param_overrides=overrides, **how)
     for name in ("own", "adam"):
         with pytest.raises(ConfigurationError, match="already"):
             register_optimizer(name, torch.optim.SGD)

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
@@ -34,13 +33,8 @@ def table(model: nn.Module, which: Any = ALL) -> dict[str, tuple[str, tuple[int,
 
 
 def gpt() -> nn.Module:
-    settings = modules.config(
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        num_moe_experts=2,
-        moe_ffn_hidden_size=8,
-        moe_shared_expert_intermediate_size=12,
-    )
+    sizes = {"moe_ffn_hidden_size": 8, "moe_shared_expert_intermediate_size": 12}
+    settings = modules.config(**modules.GATED, num_moe_experts=2, **sizes)
     return modules.gpt(settings, num_experts=2)
 
 
