@@ -22,11 +22,12 @@ from megatron_eopt.layouts.redistribution import run_copies
 from megatron_eopt.math import norms, passes, products
 from megatron_eopt.math.orthogonalize import orthogonalize
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.kernels import checked_kernels as checked_by_all
 from tests.harness.log import listening
 from tests.unit.math.test_kernel_checks import PRODUCTS, changed_text
 from tests.unit.storage.full_state import Case, build, steps
-from tests.unit.storage.runs import weights
+from tests.unit.storage.runs import SHARDED, weights
 
 FAMILIES = {
     "megatron_eopt.math.triton_passes": passes.KERNELS,
@@ -216,30 +217,23 @@ def test_all_ranks_stop_without_a_collective_if_one_rank_s_check_fails(failing, 
     assert not [line for _, lines in ends for line in lines if "do not work" in line]
 
 
-def late(rank: int) -> str:
-    """Return the error of a rank that waits for one that does nothing."""
-    if torch.distributed.get_rank() == rank:
-        time.sleep(1)
-        return ""
-    with pytest.raises(RuntimeError) as failed:
-        peers.succeed_together(lambda: None, 0.5)
-    return str(failed.value)
-
-
+@on_ranks(3)
 def test_a_rank_that_does_not_end_its_check_is_named():
-    assert "ranks [1] have not finished" in run_ranks(3, late, 1)[2]
+    rank = torch.distributed.get_rank()
+    if rank == 1:
+        time.sleep(1)
+    else:
+        with pytest.raises(RuntimeError) as failed:
+            peers.succeed_together(lambda: None, 0.5)
+        assert rank == 0 or "ranks [1] have not finished" in str(failed.value)
 
 
-def beside_stand_ins() -> int:
-    # the other rank does not come
-    if torch.distributed.get_rank() == 1:
-        return 3
-    with answered_by(mock.Mock()):
-        return peers.succeed_together(lambda: 3, 0.1)
-
-
+@on_ranks(2)
 def test_ranks_that_do_not_exist_are_not_waited_for():
-    assert run_ranks(2, beside_stand_ins) == [3, 3]
+    # the other rank does not come
+    if torch.distributed.get_rank() == 0:
+        with answered_by(mock.Mock()):
+            assert peers.succeed_together(lambda: 3, 0.1) == 3
 
 
 def told_after_a_failed_step(failing: int) -> tuple[list[str], list[str]]:
@@ -308,12 +302,8 @@ def test_the_switch_takes_words_and_no_others(monkeypatch):
 
 
 def test_a_check_that_is_interrupted_is_done_again():
-    with (
-        checked_kernels(),
-        mock.patch.object(
-            kernels.Family, "_first_fault", side_effect=[KeyboardInterrupt, "a fault"]
-        ),
-    ):
+    ends = [KeyboardInterrupt, "a fault"]
+    with checked_kernels(), mock.patch.object(kernels.Family, "_first_fault", side_effect=ends):
         with pytest.raises(KeyboardInterrupt):
             passes.KERNELS.runs(X)
         assert not passes.KERNELS.runs(X)
@@ -339,12 +329,7 @@ def test_a_gpu_without_matrix_units_multiplies_by_torch_and_nobody_is_warned(mon
 
 
 MODEL = {"layers": 1, "hidden": 32, "heads": 2, "query_groups": 2}
-CASE = Case(
-    "muon",
-    MODEL,
-    ddp={"use_distributed_optimizer": True},
-    config={"use_distributed_optimizer": True, "matrix_buffer_mb": 1 / 128},
-)
+CASE = Case("muon", MODEL, ddp=SHARDED, config=SHARDED | {"matrix_buffer_mb": 1 / 128})
 
 
 def trained(changed_on: int | None, changed: dict[str, Path]) -> tuple[Any, ...]:

@@ -13,16 +13,10 @@ import torch
 from megatron.core.optimizer import ParamKey
 from torch import nn
 
-from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, EmergingOptimizerEntry
 from megatron_eopt.arguments.flags import choices_of_trainer_flags
 from megatron_eopt.config.fields import constructor_parameters, field_types, set_arguments, type_of
-from megatron_eopt.config.registry import (
-    EmergingOptimizerEntry,
-    entry_of,
-    optimizer_names,
-    prefixes_of,
-    registered,
-)
+from megatron_eopt.config.registry import entry_of, optimizer_names, prefixes_of, registered
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.math import coefficient_names

@@ -15,12 +15,8 @@ from megatron_eopt import EmergingOptimizerConfig, TorchOptimizerConfig, build_o
 from megatron_eopt.config.config import LIKE_MEGATRON
 from megatron_eopt.config.keys import get_standard_config_overrides, is_key, meaning_of
 from megatron_eopt.config.registry import entries, entry_of
-from megatron_eopt.math.coefficients import (
-    _REPEAT_LAST,
-    coefficient_names,
-    resolve_coefficients,
-    table,
-)
+from megatron_eopt.math import coefficient_names, resolve_coefficients
+from megatron_eopt.math.coefficients import _REPEAT_LAST, table
 from megatron_eopt.optimizers.built_in import _CLASSES, _VARIANTS_OF_MUON
 from megatron_eopt.state.groups import _IDENTIFIERS
 

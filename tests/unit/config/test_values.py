@@ -23,6 +23,7 @@ from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.math.coefficients import CoefficientsLike
 from megatron_eopt.wrappers.config_file import ALLOWED, load_optimizer_config, read_optimizer_file
 from tests.unit.arguments.test_arguments import parse
+from tests.unit.fsdp2.model import groups_of
 
 FIELDS = field_types(EmergingOptimizerConfig)
 TEXTS = ("false", "yes", "0.5", "3", "muon", "fp32")
@@ -41,11 +42,7 @@ MEANINGS: dict[Any, list[tuple[Any, Any]]] = {
     str: [(text, text) for text in TEXTS],
     torch.dtype: [("fp32", torch.float32)],
     CoefficientsLike: [(text, text) for text in TEXTS],
-    tuple[str, ...]: [
-        *((text, (text,)) for text in TEXTS),
-        ([], ()),
-        (["a", "b"], ("a", "b")),
-    ],
+    tuple[str, ...]: [*((text, (text,)) for text in TEXTS), ([], ()), (["a", "b"], ("a", "b"))],
 }
 """What some values of VALUES mean by the type of a field; all others are errors."""
 
@@ -144,9 +141,8 @@ def test_coefficients_mean_the_same_from_everywhere(case: str, tmp_path: Path) -
     name, path = "muon_coefficient_type", tmp_path / "optimizer.yaml"
     for cls in (OptimizerConfig, EmergingOptimizerConfig):
         assert from_python(cls, name, value) == meaning
-        assert (
-            getattr(resolve(cls(optimizer="muon", lr=0.1, **{name: value})).config, name) == meaning
-        )
+        settings = resolve(cls(optimizer="muon", lr=0.1, **{name: value}))
+        assert getattr(settings.config, name) == meaning
     written = value if isinstance(value, str) else np.asarray(value).tolist()
     path.write_text(yaml.safe_dump({"optimizer": "muon", name: written}))
     assert getattr(load_optimizer_config(path), name) == meaning
@@ -192,12 +188,9 @@ def test_an_output_layer_may_be_one_string() -> None:
     model = nn.ModuleDict({"body": nn.Linear(4, 4), "lm_head": nn.Linear(4, 8)})
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.1)
     optimizer = build_optimizer(model, config, output_layers="lm_head")
-    found = {
-        optimizer.names[param]: group["optimizer"]
-        for group in optimizer.param_groups
-        for param in group["params"]
-    }
-    assert (found["body.weight"], found["lm_head.weight"]) == ("muon", "adam")
+    found = groups_of(optimizer)
+    assert found["body.weight"]["optimizer"] == "muon"
+    assert found["lm_head.weight"]["optimizer"] == "adam"
     with pytest.raises(ConfigurationTypeError, match=r"output_layers=.*sequence of.*strings"):
         build_optimizer(model, config, output_layers=[1])
 
@@ -222,7 +215,6 @@ def test_a_build_reads_each_value_at_most_twice(monkeypatch):
         monkeypatch.setattr(module, "read_value", counting)
     for optimizer in ("muon", "soap", "lion"):
         counts.clear()
-        build_optimizer(
-            nn.Linear(4, 4, bias=False), EmergingOptimizerConfig(optimizer=optimizer, lr=0.1)
-        )
+        config = EmergingOptimizerConfig(optimizer=optimizer, lr=0.1)
+        build_optimizer(nn.Linear(4, 4, bias=False), config)
         assert max(counts.values()) <= 2, (optimizer, counts.most_common(3))

@@ -9,16 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.layouts import (
-    Layout,
-    Matrix,
-    Redistribution,
-    assign_owners,
-    plan_waves,
-    redistribution,
-)
+from megatron_eopt.layouts import Layout, Matrix, Redistribution, assign_owners, plan_waves
+from megatron_eopt.layouts.redistribution import _check_agreement
 from megatron_eopt.math import standard_flops
-from tests.harness import run_ranks
 from tests.harness.collectives import counted
 from tests.harness.each_rank import on_ranks
 from tests.unit.layouts.strategies import computed, full_matrix, simulate, store, stored
@@ -88,8 +81,10 @@ def run(engine, inputs, compute):
     return results
 
 
-def run_all_storages():
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks("ranks")
+def test_whole_matrices_arrive_and_updates_return(ranks):
+    rank = dist.get_rank()
     for storage in STORAGES:
         matrices, owners, waves = matrices_of(storage, ranks)
         engine = Redistribution(matrices, waves, dist.group.WORLD)
@@ -112,11 +107,6 @@ def run_all_storages():
                 held = [tensor.data_ptr() for tensor in engine.buffers.values()]
         after = [tensor.data_ptr() for tensor in engine.buffers.values()]
         assert after == held, "buffers live over steps"
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_whole_matrices_arrive_and_updates_return(ranks):
-    run_ranks(ranks, run_all_storages)
 
 
 @on_ranks(2)
@@ -223,15 +213,15 @@ def test_the_ranks_with_another_plan_than_most_are_named(monkeypatch, digests, o
         asked.append(digest)
         return [*digests]
 
-    monkeypatch.setattr(redistribution, "gather_objects", gather)
+    monkeypatch.setattr("megatron_eopt.layouts.redistribution.gather_objects", gather)
     group = object()
     if odd:
         with pytest.raises(ConfigurationError, match=f"group rank {re.escape(odd)} has another"):
-            redistribution._check_agreement(group, "a", "w")
+            _check_agreement(group, "a", "w")
     else:
-        redistribution._check_agreement(group, "a", "w")
+        _check_agreement(group, "a", "w")
     assert asked == (["a"] if len(digests) > 1 else [])
-    redistribution._check_agreement(None, "a", "w")
+    _check_agreement(None, "a", "w")
     assert len(asked) == (len(digests) > 1)
 
 

@@ -44,6 +44,12 @@ def one_column(m: int, n: int, seed: int = 0) -> Tensor:
     return x
 
 
+def integers(seed: int, *shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    """Return small integers, of which every sum of products is exact in float32."""
+    numbers = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=numbers).to(dtype)
+
+
 NAMED = {"gaussian": gaussian, "decaying": decaying, "low_rank": low_rank}
 
 

@@ -4,12 +4,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_eopt.math.algorithm import (
-    FLOAT32_TOLERANCE,
-    choose_algorithm,
-    gram_flops,
-    standard_flops,
-)
+from megatron_eopt.math import standard_flops
+from megatron_eopt.math.algorithm import FLOAT32_TOLERANCE, choose_algorithm, gram_flops
 from megatron_eopt.math.coefficients import coefficient_names, resolve_coefficients, table
 from megatron_eopt.math.orthogonalize import orthogonalize
 from tests.unit.math.spectra import NAMED, few_rows, one_column, relative_error

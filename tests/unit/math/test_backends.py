@@ -132,6 +132,14 @@ def test_auto_leaves_to_our_own_iteration_what_the_package_is_not_for(monkeypatc
     assert is_own(x, coefficients="cans")
 
 
+def install_package(monkeypatch, solver):
+    """Let gram_newton_schulz be there, on a GPU, with this class."""
+    monkeypatch.setattr(backends, "_LOADED", {})
+    monkeypatch.setattr(backends, "find_spec", lambda name: name)
+    monkeypatch.setattr(backends.gpu, "is_there", lambda: True)
+    monkeypatch.setitem(sys.modules, "gram_newton_schulz", SimpleNamespace(GramNewtonSchulz=solver))
+
+
 def test_gram_newton_schulz_changes_nothing_of_its_callers_and_captures_no_graphs(monkeypatch):
     made = []
 
@@ -143,10 +151,7 @@ def test_gram_newton_schulz_changes_nothing_of_its_callers_and_captures_no_graph
             # as release 0.1.5 does to float32
             return x.float().div_(x.norm()).half().to(x.dtype)
 
-    monkeypatch.setattr(backends, "_LOADED", {})
-    monkeypatch.setattr(backends, "find_spec", lambda name: name)
-    monkeypatch.setattr(backends.gpu, "is_there", lambda: True)
-    monkeypatch.setitem(sys.modules, "gram_newton_schulz", SimpleNamespace(GramNewtonSchulz=Solver))
+    install_package(monkeypatch, Solver)
     x = gaussian(256, 260)
     kept = x.clone()
     orthogonalize(x, backend="gram_newton_schulz", precision="medium")
@@ -160,11 +165,7 @@ def test_a_failing_package_says_how_to_do_without(monkeypatch):
     def broken(**options):
         raise ValueError("no cubin")
 
-    monkeypatch.setattr(backends, "_LOADED", {})
-    monkeypatch.setattr(backends, "find_spec", lambda name: name)
-    monkeypatch.setattr(backends.gpu, "is_there", lambda: True)
-    package = SimpleNamespace(GramNewtonSchulz=broken)
-    monkeypatch.setitem(sys.modules, "gram_newton_schulz", package)
+    install_package(monkeypatch, broken)
     how = {"backend": "gram_newton_schulz", "precision": "medium"}
     with pytest.raises(RuntimeError, match=r"no cubin.*MEGATRON_EOPT_KERNELS=0"):
         orthogonalize(gaussian(256, 260), **how)
@@ -174,28 +175,25 @@ def test_a_failing_package_says_how_to_do_without(monkeypatch):
     assert torch.equal(orthogonalize(x, **how), orthogonalize(x, precision="medium"))
 
 
-def test_ranks_whose_hosts_have_other_packages_are_told_so():
-    def others(value, group):
-        return [value, {**value, "muon_backend": "gram_newton_schulz"}]
+def check_is_refused_beside(name, value, message):
+    """Check what is said where another rank has this value, if it is told of the name."""
 
-    config = EmergingOptimizerConfig()
-    with (
-        answered_by(SimpleNamespace(gather_objects=others)),
-        pytest.raises(ConfigurationError, match=r"'gram_newton_schulz'.*'torch'.*same packages"),
-    ):
-        check_alike(config)
+    def gather_objects(mine, group):
+        return [mine, {**mine, name: value} if name in mine else mine]
+
+    peers = SimpleNamespace(gather_objects=gather_objects)
+    with answered_by(peers), pytest.raises(ConfigurationError, match=message):
+        check_alike(EmergingOptimizerConfig())
+
+
+def test_ranks_whose_hosts_have_other_packages_are_told_so():
+    told = r"'gram_newton_schulz'.*'torch'.*same packages"
+    check_is_refused_beside("muon_backend", "gram_newton_schulz", told)
 
 
 @pytest.mark.parametrize("package", backends.PACKAGES)
 def test_ranks_with_gpus_have_the_same_packages(monkeypatch, package):
-    def others(value, group):
-        return [value, {**value, package: True} if package in value else value]
-
     monkeypatch.setattr("megatron_eopt.config.checks.gpu.is_there", lambda: True)
     monkeypatch.setattr("megatron_eopt.config.checks.kernels.agree", lambda wanted: None)
     monkeypatch.setattr("megatron_eopt.config.checks.automatic", lambda: "torch")
-    with (
-        answered_by(SimpleNamespace(gather_objects=others)),
-        pytest.raises(ConfigurationError, match=rf"{package}=False.*same packages"),
-    ):
-        check_alike(EmergingOptimizerConfig())
+    check_is_refused_beside(package, True, rf"{package}=False.*same packages")

@@ -14,15 +14,9 @@ import megatron_eopt.optimizers.built_in  # noqa: F401  registers optimizers
 from benchmarks.newton_schulz_accuracy import degenerate, in_form, largest_value
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.config.settings import resolve
-from megatron_eopt.math import backends
+from megatron_eopt.math import backends, coefficient_names, resolve_coefficients
 from megatron_eopt.math.backends import Backend, register_backend
-from megatron_eopt.math.coefficients import (
-    coefficient_names,
-    largest,
-    resolve_coefficients,
-    response,
-    table,
-)
+from megatron_eopt.math.coefficients import largest, response, table
 from megatron_eopt.math.orthogonalize import Orthogonalization, orthogonalize
 from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from tests.harness.tiers import mostly_long
@@ -38,9 +32,8 @@ def test_updates_are_as_large_as_in_exact_arithmetic(name, steps, algorithm):
     schedule = resolve_coefficients(name, steps)
     for x in (x for shape in SHAPES for x in degenerate(*shape).values()):
         for precision in ("highest", "high", "medium"):
-            result = orthogonalize(
-                x, coefficients=name, steps=steps, algorithm=algorithm, precision=precision
-            )
+            how = {"algorithm": algorithm, "precision": precision}
+            result = orthogonalize(x, coefficients=name, steps=steps, **how)
             assert largest_value(result) <= 1.05 * max(1.0, largest(schedule))
 
 

@@ -72,13 +72,11 @@ def test_a_norm_that_cannot_be_divided_by_leaves_other_matrices_alone(entry, dty
     x = matrices((3, 6, 10), dtype)
     x[1] = entry
     got = normalize(x, EPS, dtype)
-    others = [0, 2]
-    torch.testing.assert_close(
-        got[others].double(), divided(x[others]), rtol=torch.finfo(dtype).eps, atol=1e-7
-    )
+    others, rtol = [0, 2], torch.finfo(dtype).eps
+    torch.testing.assert_close(got[others].double(), divided(x[others]), rtol=rtol, atol=1e-7)
     if entry < 1.0:
         want = x[1].double() / EPS
-        torch.testing.assert_close(got[1].double(), want, rtol=torch.finfo(dtype).eps, atol=0)
+        torch.testing.assert_close(got[1].double(), want, rtol=rtol, atol=0)
     else:
         assert not got[1].isfinite().any()
 

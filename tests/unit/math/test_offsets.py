@@ -12,6 +12,7 @@ import torch
 
 from megatron_eopt.math import norms, products
 from tests.harness.kernels import interpreted_kernels
+from tests.unit.math.spectra import integers
 
 F16 = torch.float16
 BEYOND = 2**31
@@ -24,11 +25,6 @@ SIDE = 65
 @pytest.fixture(scope="module")
 def memory():
     return torch.empty(2 * BEYOND + SIDE * (STRIDE - BEYOND // SIDE) + 2**16, dtype=F16)
-
-
-def integers(seed, *shape):
-    numbers = torch.Generator().manual_seed(seed)
-    return torch.randint(-3, 4, shape, generator=numbers).to(F16)
 
 
 @pytest.mark.parametrize("is_symmetric", [True, False])

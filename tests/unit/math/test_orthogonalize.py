@@ -6,15 +6,11 @@ import torch
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.live_bytes import LiveBytes
+from megatron_eopt.math import orthogonalize
 from megatron_eopt.math.algorithm import IterationPlan
 from megatron_eopt.math.coefficients import coefficient_names, resolve_coefficients, table
 from megatron_eopt.math.newton_schulz import iterate_gram, iterate_standard, normalize, rescaled
-from megatron_eopt.math.orthogonalize import (
-    SMALLEST_EPS,
-    Orthogonalization,
-    orthogonalize,
-    scale_factor,
-)
+from megatron_eopt.math.orthogonalize import SMALLEST_EPS, Orthogonalization, scale_factor
 from tests.unit.math.spectra import NAMED, gaussian, oracle, relative_error
 
 

@@ -13,6 +13,7 @@ from megatron_eopt.matrices import Split, matrix_rows
 from megatron_eopt.routing.places import places_in
 from megatron_eopt.routing.splits import find_splits
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.reference.parts import merge_local, split_local
 from tests.unit.routing import modules
 
@@ -119,7 +120,9 @@ NO_LOW_RANK = [("linear_q_proj", "q_pos", {"q_pos"}), ("linear_q_proj", "q_nope"
 LATENT = [(False, True, ZEROED), (True, True, ZEROED_FUSED), (False, False, NO_LOW_RANK)]
 
 
-def mla_rank(tp_size: int) -> None:
+@pytest.mark.parametrize("tp_size", [1, 2])
+@on_ranks("tp_size")
+def test_latent_attention_uses_these_rows(tp_size: int) -> None:
     modules.set_up(tp_size)
     for fused, low_rank, cases in LATENT:
         settings = modules.mla_config(tp_size, **({} if low_rank else {"q_lora_rank": None}))
@@ -155,11 +158,6 @@ def zeros_after(
         "v": value,
     }
     return {name for name, tensor in parts.items() if not tensor.any()}
-
-
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_latent_attention_uses_these_rows(tp_size: int) -> None:
-    run_ranks(tp_size, mla_rank, tp_size)
 
 
 def linear_attention_rank(tp_size: int, build: Any) -> Any:

@@ -139,11 +139,8 @@ def check_steps(home: str, name: str) -> None:
     for leaf, param in stacks.items():
         fused = leaf == "gate_up_proj" and name not in INTERLEAVED
         param.grad = torch.randn_like(param)
-        for weight, grad in zip(
-            as_layers(param.detach().clone(), leaf, has_two=fused),
-            as_layers(param.grad, leaf, has_two=fused),
-            strict=True,
-        ):
+        pair = (as_layers(its, leaf, has_two=fused) for its in (param.detach().clone(), param.grad))
+        for weight, grad in zip(*pair, strict=True):
             layer = nn.Linear(*reversed(weight.shape), bias=False)
             layer.weight.data, layer.weight.grad = weight.contiguous(), grad.contiguous()
             expected.append(layer)
@@ -326,11 +323,10 @@ def test_parametrized_and_scripted_modules():
     for name in ("gate_up_proj", "down_proj"):
         parametrize.register_parametrization(model.experts, name, Same())
     plain, found = (
-        find_splits(places_in([Network()]), which=["gated"]),
-        find_splits(places_in([model]), which=["gated"]),
+        {*find_splits(places_in([its]), which=["gated"]).values()} for its in (Network(), model)
     )
-    assert {*found.values()} == {*plain.values()}
-    assert {split.kind for split in found.values()} == {"gated", "transposed"}
+    assert found == plain
+    assert {split.kind for split in found} == {"gated", "transposed"}
     build_optimizer(nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4)), config())
     for whole in (torch.jit.script(nn.LSTM(6, 4)), torch.jit.trace(Dense(), torch.randn(2, 6))):
         biases = [param for param in whole.parameters() if param.dim() == 1]

@@ -168,10 +168,16 @@ def test_tests_with_other_names_run_with_their_file(monkeypatch):
     assert asked == [["tests/b.py::b"], ["tests/b.py"]]
 
 
-def test_a_change_is_tried_with_fast_tests_first(monkeypatch, tmp_path):
+@pytest.fixture
+def file(tmp_path):
+    """The file that is changed, in a copy of the repository."""
     file = tmp_path / FILE
     file.parent.mkdir(parents=True)
     file.write_text("1")
+    return file
+
+
+def test_a_change_is_tried_with_fast_tests_first(monkeypatch, tmp_path, file):
     asked = []
 
     def notice(tests, _):
@@ -186,10 +192,7 @@ def test_a_change_is_tried_with_fast_tests_first(monkeypatch, tmp_path):
     assert not tried(CHANGE, [], tmp_path, 600).is_noticed
 
 
-def test_a_result_holds_until_other_tests_execute_the_change(monkeypatch, tmp_path):
-    file = tmp_path / FILE
-    file.parent.mkdir(parents=True)
-    file.write_text("1")
+def test_a_result_holds_until_other_tests_execute_the_change(monkeypatch, tmp_path, file):
     monkeypatch.setattr(trial, "noticed_by", lambda *_: None)
     result = tried(CHANGE, [FAST, SLOW], tmp_path, 2)
     assert result.left_out == 1
@@ -200,25 +203,19 @@ def test_a_result_holds_until_other_tests_execute_the_change(monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize("without", [None, "it hangs"])
-def test_tests_that_hang_without_the_change_notice_nothing(without, monkeypatch, tmp_path):
-    file = tmp_path / FILE
-    file.parent.mkdir(parents=True)
-    file.write_text("1")
-    monkeypatch.setattr(
-        trial, "noticed_by", lambda *_: "it hangs" if file.read_text() == "2" else without
-    )
+def test_tests_that_hang_without_the_change_notice_nothing(without, monkeypatch, tmp_path, file):
+
+    def notice(*_):
+        return "it hangs" if file.read_text() == "2" else without
+
+    monkeypatch.setattr(trial, "noticed_by", notice)
     assert tried(CHANGE, [FAST], tmp_path, 600).is_noticed == (without is None)
 
 
 def test_a_test_that_fails_without_the_change_notices_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(trial, "FILE", tmp_path / "results")
     monkeypatch.setattr(trial, "in_copies", lambda call, items, jobs: (call(*items, tmp_path),))
-    failing = {SLOW.name}
-    monkeypatch.setattr(
-        trial,
-        "noticed_by",
-        lambda rest, _: next((it.name for it in rest if it.name in failing), None),
-    )
+    monkeypatch.setattr(trial, "noticed_by", lambda rest, _: SLOW.name if SLOW in rest else None)
     results = [Result(name, "digest", name, True, "", 0, 1.0) for name in (FAST.name, SLOW.name)]
     (wrong,) = trial.corrected(results, known())
     assert (wrong.name, wrong.is_noticed) == (SLOW.name, False)
@@ -230,9 +227,8 @@ def test_the_report():
     assert interval(10, 10) == pytest.approx((0.7225, 1), abs=1e-4)
     missed = Result(*CHANGE.key, "not noticed by 3 tests", False, "", 2, 1.0)
     other = replace(CHANGE, file="megatron_eopt/muon.py")
-    text = report(
-        [(CHANGE, missed), (other, replace(missed, is_noticed=True))], {FILE: "1\n"}, "seed", 1234
-    )
+    results = [(CHANGE, missed), (other, replace(missed, is_noticed=True))]
+    text = report(results, {FILE: "1\n"}, "seed", 1234)
     assert "1 of 2 changes were noticed, drawn from 1,234 with seed `seed`: 50.0%" in text
     assert "| `layouts` | 1 | 0 | 1 | 0% |\n| `top` | 1 | 1 | 0 | 100% |\n| all | 2 | 1 | 1" in text
     assert "not noticed by 3 tests, 2 slower ones left out" in text

@@ -41,9 +41,8 @@ def test_every_byte_lands_in_one_split(capsys, tmp_path, texts):
         documents += [dataset[i].copy() for i in range(len(dataset))]
     assert all(document[-1] == 256 for document in documents)
     read = sorted(document[:-1].astype(np.uint8).tobytes() for document in documents)
-    assert read == sorted(
-        content for name, content in texts.items() if content and "skipped" not in name
-    )
+    given = [content for name, content in texts.items() if content and "skipped" not in name]
+    assert read == sorted(given)
     assert len(list(out.iterdir())) == 6
 
 
@@ -77,16 +76,14 @@ def test_nothing_is_written_where_something_would_be_lost(capsys, tmp_path, text
 
 def samples(corpus: Path, cache: Path | None) -> set[int]:
     """Return the tokens that Megatron reads, whose index is kept in ``cache``."""
+    masks = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
     config = GPTDatasetConfig(
         random_seed=1,
         sequence_length=4,
         blend_per_split=[([str(corpus / split)], None) for split in ("train", "valid", "test")],
         path_to_cache=cache and str(cache),
         tokenizer=SimpleNamespace(vocab_size=257, eod=256, pad=0, unique_identifiers={}),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
+        **dict.fromkeys(masks, False),
     )
     sizes, everywhere = [8, 1, 1], lambda: True
     train, *_ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, everywhere, config).build()
