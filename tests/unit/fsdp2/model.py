@@ -111,9 +111,8 @@ def manage(model, layout, **options):
     """Cut as ``layout`` says by Megatron-FSDP."""
     strategy, _, replicas = layout.partition(" x ")
     outer = int(replicas or 1)
-    mesh = init_device_mesh(
-        "cpu", (outer, dist.get_world_size() // outer, 1), mesh_dim_names=("outer", "fsdp", "tp")
-    )
+    shape, names = (outer, dist.get_world_size() // outer, 1), ("outer", "fsdp", "tp")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     if outer > 1:
         both = mesh["outer", "fsdp"]._flatten("both")
         options |= {"dp_outer_dim": "outer", "hybrid_fsdp_group": both.get_group()}
@@ -191,14 +190,8 @@ def shard(full, param):
             place = mesh.get_coordinate()[axis]
             empty = local.narrow(placement.dim, 0, 0)
             local = chunks[place] if place < len(chunks) else empty
-    return DTensor.from_local(
-        local.contiguous(),
-        mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
+    layout = {"shape": param.shape, "stride": param.stride(), "run_check": False}
+    return DTensor.from_local(local.contiguous(), mesh, param.placements, **layout)
 
 
 def gradient(name, shape, step):

@@ -59,9 +59,8 @@ def test_state_of_another_size_is_named(key):
     step(model, optimizer)
     state = optimizer.state[model[0].weight]
     state[key] = state[key][:4]
-    with pytest.raises(
-        ConfigurationError, match=r"=\(16, 8\): does not fit its gradient and state"
-    ):
+    told = r"=\(16, 8\): does not fit its gradient and state"
+    with pytest.raises(ConfigurationError, match=told):
         step(model, optimizer)
 
 

@@ -87,9 +87,8 @@ def test_a_convolution_is_updated_as_its_matrix(kind, method):
     start = model.weight.detach().clone()
     if method == "soap":
         model.weight.eopt_split = "whole"
-    found, _ = conv_steps(
-        model, method, **({} if method == "soap" else {"muon_convolutions": True})
-    )
+    fields = {} if method == "soap" else {"muon_convolutions": True}
+    found, _ = conv_steps(model, method, **fields)
     grads = [as_linear(gradient(start.shape, step), groups, is_transposed) for step in range(3)]
     expected = linear_steps(as_linear(start, groups, is_transposed), grads, method)
     pairs = zip(as_linear(found, groups, is_transposed), expected, strict=True)

@@ -125,9 +125,8 @@ class Counting(torch.optim.SGD):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_an_optimizer_writes_to_its_groups_stays_there(dtype):
     # it steps float32 copies of weights of 16 bits, in groups of their own
-    entry = EmergingOptimizerEntry(
-        Counting, state_layout="element_wise", init_state_fn=lambda *_: None
-    )
+    how = {"state_layout": "element_wise", "init_state_fn": lambda *_: None}
+    entry = EmergingOptimizerEntry(Counting, **how)
     with registered("counting", entry):
         model = make_model(dtype=dtype)
         optimizer = build_optimizer(model, config("counting"))

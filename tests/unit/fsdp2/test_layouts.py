@@ -1,21 +1,14 @@
 """Some steps with injected gradients: every sharding does what one process does."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.wrappers.config import OptimizerConfig
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import (
-    MATRICES,
-    STEPS,
-    config,
-    far,
-    make_model,
-    set_gradients,
-    trained,
-    weights,
-)
+from tests.unit.fsdp2.model import MATRICES, STEPS, config, far, make_model, stepped, trained
 
 VARIANTS = {
     "muon": config(),
@@ -77,7 +70,7 @@ def unsharded():
     "cells", [pytest.param(n, marks=[] if n in USUAL else pytest.mark.long) for n in CELLS]
 )
 def test_shards_equal_one_process(cells, unsharded):
-    start = weights(make_model())
+    start = trained("plain", VARIANTS["muon"], steps=0)
     cpu, world = "torch" not in cells, int(cells[-1])
     for results in run_ranks(world, train_all, cells, cpu=cpu, timeout=280):
         for (layout, name), result in results.items():
@@ -89,18 +82,11 @@ def test_shards_equal_one_process(cells, unsharded):
 def test_unsharded_equals_the_megatron_side(unsharded):
     settings, model = VARIANTS["normuon"], make_model()
     named = dict(model.named_parameters())
-    muon = TensorParallelAdaptiveMuon(
-        [named.pop(name) for name in MATRICES],
-        lr=settings.lr,
-        momentum=settings.muon_momentum,
-        nesterov=settings.muon_nesterov,
-        weight_decay=settings.weight_decay,
-        fp32_matmul_prec="highest",
-        scale_mode=settings.muon_scale_mode,
-        moment2_method="normuon",
-        beta2=settings.adaptive_muon_beta2,
-        eps=settings.adaptive_muon_eps,
-    )
+    given = {"lr": settings.lr, "weight_decay": settings.weight_decay, "moment2_method": "normuon"}
+    given |= {"momentum": settings.muon_momentum, "nesterov": settings.muon_nesterov}
+    given |= {"scale_mode": settings.muon_scale_mode, "fp32_matmul_prec": "highest"}
+    given |= {"beta2": settings.adaptive_muon_beta2, "eps": settings.adaptive_muon_eps}
+    muon = TensorParallelAdaptiveMuon([named.pop(name) for name in MATRICES], **given)
     decays = {"weight_decay": settings.weight_decay}
     groups = [
         {"params": [p for p in named.values() if p.dim() > 1], **decays},
@@ -108,11 +94,8 @@ def test_unsharded_equals_the_megatron_side(unsharded):
     ]
     betas = (settings.adam_beta1, settings.adam_beta2)
     adam = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps)
-    for step in range(STEPS):
-        set_gradients(model, step)
-        muon.step()
-        adam.step()
-    assert far(unsharded["normuon"], weights(model))[0] < 2e-6
+    both = SimpleNamespace(step=lambda: (muon.step(), adam.step()))
+    assert far(unsharded["normuon"], stepped(model, both, *range(STEPS)))[0] < 2e-6
 
 
 def test_a_configuration_of_megatron_cores_class_works_too(unsharded):

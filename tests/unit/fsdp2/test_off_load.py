@@ -26,20 +26,11 @@ from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.testing.poison import PoisonedHost
 from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers.memory import memory_of
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_fsdp2
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import (
-    Model,
-    config,
-    cut,
-    eager,
-    far,
-    make_model,
-    set_gradients,
-    stepped,
-)
+from tests.unit.fsdp2.model import Model, config, cut, eager, make_model, set_gradients, stepped
 from tests.unit.megatron_fsdp.runs import inject, make_chunk
 from tests.unit.storage.runs import DENSE, Run, set_rates
 
@@ -75,10 +66,8 @@ def megatrons(managed: bool) -> Loop:
         model = make_chunk(MANAGED)
     else:
         initialize_megatron()
-        model = tiny_gpt(
-            layers=1, vocabulary=128, transformer_impl="local", params_dtype=BF16["params_dtype"]
-        )
-        model = wrap_fsdp2(model.bfloat16())
+        how = {"transformer_impl": "local", "params_dtype": BF16["params_dtype"]}
+        model = wrap_fsdp2(tiny_gpt(layers=1, vocabulary=128, **how).bfloat16())
 
     def build(**fields):
         fields |= {**BF16, "use_distributed_optimizer": managed}
@@ -164,13 +153,6 @@ def trained(make, name, fractions):
 FRACTIONS = (0.5, 0.0, 1.0)
 
 
-def at_all_fractions(loop, name):
-    expected, resident = trained(LOOPS[loop], name, (0.0, 0.0, 0.0))
-    tensors, memory = trained(LOOPS[loop], name, FRACTIONS)
-    same = all(torch.equal(*pair) for pair in zip(expected, tensors, strict=True))
-    return same, list(zip(FRACTIONS, resident, memory, strict=True))
-
-
 @pytest.mark.parametrize(
     ("loop", "name"),
     mostly_long(
@@ -180,22 +162,24 @@ def at_all_fractions(loop, name):
         *((loop, "muon") for loop in LOOPS if loop.startswith("Megatron's")),
     ),
 )
+@on_ranks(2, timeout=300)
 def test_steps_and_loads_equal_those_of_a_resident_run(loop, name):
-    for same, used in run_ranks(2, at_all_fractions, loop, name, timeout=300):
-        assert same
-        for fraction, resident, memory in used:
-            kept = memory.state + memory.main_weights + memory.host
-            assert kept == resident.state + resident.main_weights
-            # float32 weights are the model's, and Megatron-FSDP keeps its main weights
-            mains = resident.main_weights if loop == "Megatron's loop, FSDP2" else 0
-            moved = resident.state + mains
-            # whole tensors are chosen
-            assert memory.host <= fraction * moved
-            assert bool(memory.host) == bool(fraction)
-            if fraction == 1:
-                assert memory.main_weights == resident.main_weights - mains
-                # statistics of rows, and counters of steps, stay
-                assert memory.host > 0.8 * moved
+    expected, of_resident = trained(LOOPS[loop], name, (0.0, 0.0, 0.0))
+    tensors, memories = trained(LOOPS[loop], name, FRACTIONS)
+    assert all(torch.equal(*pair) for pair in zip(expected, tensors, strict=True))
+    for fraction, resident, memory in zip(FRACTIONS, of_resident, memories, strict=True):
+        kept = memory.state + memory.main_weights + memory.host
+        assert kept == resident.state + resident.main_weights
+        # float32 weights are the model's, and Megatron-FSDP keeps its main weights
+        mains = resident.main_weights if loop == "Megatron's loop, FSDP2" else 0
+        moved = resident.state + mains
+        # whole tensors are chosen
+        assert memory.host <= fraction * moved
+        assert bool(memory.host) == bool(fraction)
+        if fraction == 1:
+            assert memory.main_weights == resident.main_weights - mains
+            # statistics of rows, and counters of steps, stay
+            assert memory.host > 0.8 * moved
 
 
 @eager
@@ -206,14 +190,10 @@ def in_torchs_own_off_loading(name, **options):
     return stepped(model, optimizer, 0, 1, 2)
 
 
-def with_and_without_its_policy():
-    policy = CPUOffloadPolicy(pin_memory=False)
-    both = [
-        [in_torchs_own_off_loading(name, **fields) for fields in ({}, {"offload_policy": policy})]
-        for name in ("muon", "soap", "adam")
-    ]
-    return [far(*pair)[0] for pair in both]
-
-
+@on_ranks(2, cpu=False)
 def test_torchs_own_off_loading_is_no_obstacle():
-    assert run_ranks(2, with_and_without_its_policy, cpu=False) == [[0, 0, 0]] * 2
+    policy = CPUOffloadPolicy(pin_memory=False)
+    for name in ("muon", "soap", "adam"):
+        expected = in_torchs_own_off_loading(name)
+        found = in_torchs_own_off_loading(name, offload_policy=policy)
+        assert all(torch.equal(found[key], weight) for key, weight in expected.items()), name

@@ -35,11 +35,8 @@ from tests.unit.megatron_fsdp.test_checkpoint import state_of
 from tests.unit.storage import foreign
 
 FIELDS = {"adaptive_muon_moment2_method": "namo", "adaptive_muon_bias_correction": True}
-SETTINGS = {
-    "NAMO": config("adaptive_muon", **FIELDS),
-    "SOAP": config("soap", **FIELDS),
-    "Adam": config("adam", **FIELDS),
-}
+NAMES = {"NAMO": "adaptive_muon", "SOAP": "soap", "Adam": "adam"}
+SETTINGS = {name: config(optimizer, **FIELDS) for name, optimizer in NAMES.items()}
 EARLY, LATE = "down.weight", "norm.bias"
 """A matrix whose optimizer was the same before, and a vector whose optimizer was another."""
 

@@ -164,7 +164,6 @@ def test_own_directions_with_rounded_momentum_get_a_line(momentum):
 
 def test_a_function_for_state_that_nothing_calls_is_refused():
     how = {"state_layout": "matrix_update", "prefixes": ("muon",)}
-    with pytest.raises(
-        ConfigurationError, match=r"init_state_fn=.*is not called with state_layout"
-    ):
+    told = r"init_state_fn=.*is not called with state_layout"
+    with pytest.raises(ConfigurationError, match=told):
         EmergingOptimizerEntry(OwnDirectionsMuon, init_state_fn=lambda *_: None, **how)

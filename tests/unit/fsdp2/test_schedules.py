@@ -66,9 +66,8 @@ def warnings_of(make, settings=None, overrides=None):
         for _ in range(STEPS):
             stepped(model, optimizer, 0)
             seen.append(rates(optimizer))
-            scheduler.step(
-                *([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else [])
-            )
+            of_plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+            scheduler.step(*([1.0] if of_plateau else []))
     return seen, [line for line in lines if "sets apart" in line]
 
 

@@ -26,9 +26,8 @@ def test_statistics_are_those_of_whole_weights():
     names = {name.partition("/")[2] for name in second if name.startswith("TensorParallelMuon/")}
     assert {"learning-rate", "weight-rms", "update-rms"} <= names
     for ranks, layout in ((2, "fsdp"), (4, "hsdp"), (2, "optim_grads_params"), (2, "units")):
-        for _, _, found, _ in run_ranks(
-            ranks, measured, layout, cpu=layout not in ("fsdp", "hsdp")
-        ):
+        cpu = layout not in ("fsdp", "hsdp")
+        for _, _, found, _ in run_ranks(ranks, measured, layout, cpu=cpu):
             for name, value in second.items():
                 if "exchange" not in name and not name.endswith("seconds"):
                     assert found[name] == pytest.approx(value, rel=1e-4), (layout, name)

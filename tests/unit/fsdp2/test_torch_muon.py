@@ -9,10 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from benchmarks.head_to_head.deviation import torch_multiplies_in
 from megatron_eopt import EmergingOptimizerConfig, TorchOptimizerConfig
@@ -21,6 +17,7 @@ from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.functional.doc_commands import ROOT, blocks
 from tests.harness.log import listening
 from tests.reference.muon import newton_schulz
+from tests.unit.fsdp2.model import by_torch, load
 
 SHAPES = ((16, 24), (24, 16), (20, 20), (5, 40), (140, 130))
 COEFFICIENTS = ((3.4445, -4.775, 2.0315), (2.0, -1.5, 0.5), (1.875, -1.25, 0.375))
@@ -114,16 +111,9 @@ def test_single_parameters_may_have_coefficients_of_their_own() -> None:
 def test_coefficients_of_ones_own_are_exact(coefficients: Any, algorithm: str) -> None:
     model = matrices()
     gradients = [torch.randn_like(param) for param in model.parameters()]
-    muon = TensorParallelMuon(
-        model.parameters(),
-        lr=1.0,
-        weight_decay=0.0,
-        momentum=0.0,
-        fp32_matmul_prec="highest",
-        coefficient_type=coefficients,
-        num_ns_steps=5,
-        algorithm=algorithm,
-    )
+    how = {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "fp32_matmul_prec": "highest"}
+    how |= {"coefficient_type": coefficients, "num_ns_steps": 5, "algorithm": algorithm}
+    muon = TensorParallelMuon(model.parameters(), **how)
     before = [param.detach().clone() for param in model.parameters()]
     for param, gradient in zip(model.parameters(), gradients, strict=True):
         param.grad = gradient
@@ -202,10 +192,10 @@ def test_what_adamw_held_of_the_pair_starts_fresh_with_muon() -> None:
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     Pair(muon, adamw).step()
-    state = get_optimizer_state_dict(model, [muon, adamw])
+    state = by_torch(model, [muon, adamw])
     with listening() as lines:
         optimizer = build_optimizer(model, EmergingOptimizerConfig(optimizer="muon", lr=1e-3))
-        set_optimizer_state_dict(model, optimizer, state)
+        load(by_torch, model, optimizer, state)
     assert optimizer.state[model.up.weight]["momentum_buffer"].any()
     assert optimizer.state[model.lm_head.weight]["exp_avg"].any()
     assert not optimizer.state[model.experts["weight"]]["momentum_buffer"].any()

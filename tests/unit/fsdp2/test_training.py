@@ -1,5 +1,7 @@
 """Real forward and backward passes, with the gradients clipped."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,10 +59,6 @@ def trained(layout="plain", *, tied=True, passed=False, **options):
     return torch.tensor(found)
 
 
-def sharded(layout, options):
-    return trained(layout, **options)
-
-
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WAITING = {"sync_model_each_microbatch": False, "overlap_grad_reduce": False}
 CASES = [
@@ -88,5 +86,6 @@ def test_training_sharded_is_training_unsharded(layout, options, tolerance):
     assert alone[-1, 0] < 0.9 * alone[0, 0]
     assert alone[:, 1].min() > 0.2
     # the ranks' means are averaged in another order than one process sums
-    together = torch.stack(run_ranks(2, sharded, layout, options, cpu=managed)).mean(0)
+    job = partial(trained, layout, **options)
+    together = torch.stack(run_ranks(2, job, cpu=managed)).mean(0)
     torch.testing.assert_close(together, alone, rtol=tolerance, atol=0)

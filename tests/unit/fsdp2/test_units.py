@@ -54,11 +54,8 @@ def with_experts(ranks_of_experts):
     flat = [experimental.Flat()]
     cut_experts = experimental.Placements(["expert_dp"], flat, flat, flat)
     experimental.fully_shard(model.experts, mesh["expert_dp"], cut_experts)
-    experimental.fully_shard(
-        model,
-        init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)),
-        experimental.Placements(["dp"], flat, flat, flat),
-    )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    experimental.fully_shard(model, mesh, experimental.Placements(["dp"], flat, flat, flat))
     return model
 
 

@@ -190,16 +190,14 @@ def test_half_precision_and_wrappers_in_wrappers():
 
 
 def test_names_of_other_files_match_only_without_doubt():
-    assert match_names(["a.weight"], ["module._orig_mod.a.weight"]) == {
-        "a.weight": "module._orig_mod.a.weight"
-    }
+    wrapped_name = "module._orig_mod.a.weight"
+    assert match_names(["a.weight"], [wrapped_name]) == {"a.weight": wrapped_name}
     # each of the two may be meant
     assert match_names(["a.weight"], ["module.a.weight", "module.module.a.weight"]) == {}
     assert match_names(["weight", "module.weight"], ["_orig_mod.weight"]) == {}
     # what is there by its own name is not another's
-    assert match_names(["weight", "module.weight"], ["module.weight"]) == {
-        "module.weight": "module.weight"
-    }
+    own = "module.weight"
+    assert match_names(["weight", own], [own]) == {own: own}
 
 
 def test_names_with_wrappers_of_older_releases_load():
@@ -227,9 +225,8 @@ def test_torchs_muon_with_names_of_a_wrapped_model_loads():
     optimizer = build_optimizer(model, config())
     optimizer.load_state_dict(theirs.state_dict())
     for param in model.parameters():
-        assert torch.equal(
-            optimizer.state[param]["momentum_buffer"], theirs.state[param]["momentum_buffer"]
-        )
+        states = (its.state[param]["momentum_buffer"] for its in (optimizer, theirs))
+        assert torch.equal(*states)
 
 
 def test_errors_call_a_parameter_as_the_model_does():

@@ -267,11 +267,8 @@ def test_multipliers_need_a_rate():
     assert plain["first.weight"].values == {}
 
 
-class Layers(torch.nn.Module):
-    def __init__(self, **weights):
-        super().__init__()
-        for name, weight in weights.items():
-            self.register_parameter(name, weight)
+def layers(**weights):
+    return torch.nn.ParameterDict(weights)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +281,7 @@ class Layers(torch.nn.Module):
     ],
 )
 def test_an_optimizer_of_matrices_gets_matrices_only(shape, text):
-    model, key = Layers(a=marked(shape)), ParamKey(name="a")
+    model, key = layers(a=marked(shape)), ParamKey(name="a")
     assert routes_of(muon(), {key: {"optimizer": "lion"}}, model)["a"].optimizer == "lion"
     if text is None:
         assert routes_of(muon(), {key: {"optimizer": "muon"}}, model)["a"].optimizer == "muon"
@@ -324,7 +321,7 @@ def marked(shape, kind=torch.float32, **attributes):
     ],
 )
 def test_what_is_no_matrix(weight, facts, how, why):
-    (parameter,) = parameters_of(Layers(a=weight))
+    (parameter,) = parameters_of(layers(a=weight))
     parameter.__dict__.update({"is_embedding": False, "why_vector": None} | facts)
     assert parameter.why_not_matrix(**how) == why
 
@@ -402,10 +399,10 @@ def test_facts_about_parameters():
     model = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})
     assert all(its.of_own_module for its in parameters_of(model))
     output = marked((4, 4), is_embedding_or_output_parameter=True)
-    (its,) = parameters_of(Layers(a=output))
+    (its,) = parameters_of(layers(a=output))
     assert its.is_embedding
     weight = marked((4, 4))
-    (its,) = trainable_parameters(places_in([Layers(a=weight)]), [weight])
+    (its,) = trainable_parameters(places_in([layers(a=weight)]), [weight])
     assert its.is_embedding
 
 
@@ -415,7 +412,7 @@ def test_the_first_layers_weight_is_the_input_if_others_follow():
     assert named == {"0.weight": True, "0.bias": False, "1.weight": False, "1.bias": False}
     assert not any(its.is_input for its in parameters_of(torch.nn.Sequential(one)))
     # what is no layer's weight does not count
-    model = torch.nn.ModuleDict({"own": Layers(latents=marked((4, 4))), "one": one, "two": two})
+    model = torch.nn.ModuleDict({"own": layers(latents=marked((4, 4))), "one": one, "two": two})
     assert [its.name for its in parameters_of(model) if its.is_input] == ["one.weight"]
 
 
@@ -438,12 +435,12 @@ def test_a_tied_weight_is_what_one_of_its_places_says():
         return {its.name: its.why_vector for its in parameters_of(model)}
 
     layer = torch.nn.Linear(4, 4, bias=False)
-    latents = Layers(latents=marked((4, 4)), bias=marked((4,)))
+    latents = layers(latents=marked((4, 4)), bias=marked((4,)))
     assert whys(latents) == {"latents": "not the weight of a layer", "bias": None}
-    tied = torch.nn.ModuleDict({"own": Layers(latents=layer.weight), "layer": layer})
+    tied = torch.nn.ModuleDict({"own": layers(latents=layer.weight), "layer": layer})
     assert whys(tied) == {"own.latents": None}
     layer = torch.nn.Conv2d(4, 4, 2, bias=False)
-    tied = torch.nn.ModuleDict({"own": Layers(latents=layer.weight), "layer": layer})
+    tied = torch.nn.ModuleDict({"own": layers(latents=layer.weight), "layer": layer})
     assert [its.convolution for its in parameters_of(tied)] == [layer]
 
 
@@ -504,7 +501,7 @@ def test_a_third_party_optimizer_takes_everything_or_has_its_own_overrides(monke
 @pytest.mark.parametrize("of_dtensors", [False, True])
 def test_modules_tell_what_is_no_layers_weight_in_own_loops(recommended, of_dtensors):
     settings = replace(resolve(muon()), recommended=recommended, of_dtensors=of_dtensors)
-    (route,) = rules.route_all(parameters_of(Layers(latents=marked((4, 4)))), {}, settings)
+    (route,) = rules.route_all(parameters_of(layers(latents=marked((4, 4)))), {}, settings)
     assert route.optimizer == ("adam" if recommended or of_dtensors else "muon")
 
 

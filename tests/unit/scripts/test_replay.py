@@ -20,6 +20,7 @@ from megatron_eopt.tools.plan.model import ParallelLayout
 from megatron_eopt.tools.plan.planning import plan
 from megatron_eopt.tools.recipe import NAMES, recipe
 from tests.harness import RankError, run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.unit.plan.test_model import DENSE, MIXED
 
 SCALE = Fraction(1, 64)
@@ -96,33 +97,26 @@ def test_every_recipe_can_be_replayed(name):
     check(found)
 
 
-def memories(name: str, layout: ParallelLayout, changes: Any) -> Any:
-    dist.destroy_process_group()
-    model, config = shrunk(name, changes)
-    planned = plan(model, layout, MACHINES["H100"], config, tokens=2**22)
-    done = replay(model, layout, config, planned.rank)
-    return asdict(planned.report.memory), asdict(done.report.memory), done.peak
-
-
 @pytest.mark.parametrize("name", ["dense", "experts"])
+@on_ranks(1, cpu=False, timeout=300)
 def test_plans_know_the_memory_that_a_rank_keeps(name):
     recipe_name, layout, _, changes, _ = CASES[name]
-    what = (memories, recipe_name, layout, changes)
-    planned, real, peak = run_ranks(1, *what, cpu=False, timeout=300)[0]
-    kept = {kind: size for kind, size in planned.items() if kind != "transient"}
+    dist.destroy_process_group()
+    model, config = shrunk(recipe_name, changes)
+    planned = plan(model, layout, MACHINES["H100"], config, tokens=2**22)
+    done = replay(model, layout, config, planned.rank)
+    kept, real = asdict(planned.report.memory), asdict(done.report.memory)
+    del kept["transient"]
     assert kept == pytest.approx({kind: real[kind] for kind in kept}, rel=0.02)
     # all tensors that are alive, also those that no optimizer names
-    assert sum(kept.values()) == pytest.approx(peak - real["transient"], rel=0.02)
+    assert sum(kept.values()) == pytest.approx(done.peak - real["transient"], rel=0.02)
 
 
-def busiest() -> dict[str, Any]:
+@on_ranks(1, cpu=False, timeout=300)
+def test_the_same_rank_runs_with_adam_and_with_megatrons_muon():
     dist.destroy_process_group()
     # so small that even megatron-core's Muon takes no seconds for a step
-    return replayed_job(Job(ParallelLayout(data=4), SCALE / 16, layers=1))
-
-
-def test_the_same_rank_runs_with_adam_and_with_megatrons_muon():
-    found = run_ranks(1, busiest, cpu=False, timeout=300)[0]
+    found = replayed_job(Job(ParallelLayout(data=4), SCALE / 16, layers=1))
     assert found["counts_agree"] is True
     assert 0 < found["planned_share"] < found["share_of_iteration"]
     runs = (found, found["adam"], found["stock"])
