@@ -12,16 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_eopt import (
-    EmergingOptimizerConfig,
-    TorchOptimizerConfig,
-    get_megatron_optimizer,
-    load_optimizer_config,
-)
+from megatron_eopt import EmergingOptimizerConfig, TorchOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.arguments import add_arguments
 from megatron_eopt.base.imports import import_file
 from megatron_eopt.config.registry import is_registered, optimizer_names
 from megatron_eopt.tools.command import command_parser
+from megatron_eopt.wrappers.config_file import load_optimizer_config
 from tests.functional.doc_commands import PAGES, ROOT, blocks
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
@@ -94,9 +90,8 @@ def flags_of_scripts() -> frozenset[str]:
     for folder in ("scripts", "benchmarks", "examples", "tests/functional"):
         for path in (ROOT / folder).rglob("*.py"):
             found.update(re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", path.read_text()))
-    found.update(
-        re.findall(r"^ +(--[\w-]+)\)", (ROOT / "scripts/pretrain_gpu.sh").read_text(), re.M)
-    )
+    launcher = (ROOT / "scripts/pretrain_gpu.sh").read_text()
+    found.update(re.findall(r"^ +(--[\w-]+)\)", launcher, re.M))
     return frozenset(found)
 
 
@@ -199,9 +194,8 @@ VARIANT = ROOT / "examples" / "cautious_muon.py"
 @pytest.mark.parametrize(("example", "lines"), [(EXAMPLE, 30), (VARIANT, 60)])
 def test_extending_shows_the_examples_as_they_are(example, lines):
     text = example.read_text()
-    assert text in (
-        block for _, block in blocks((ROOT / "docs/how_to/extending.md").read_text(), "python")
-    )
+    page = (ROOT / "docs/how_to/extending.md").read_text()
+    assert text in (block for _, block in blocks(page, "python"))
     assert len(text.splitlines()) <= lines
 
 
@@ -211,9 +205,8 @@ def _train_with_the_example(distributed: bool) -> tuple[list[float], bool]:
     initialize_megatron()
     torch.manual_seed(1)
     chunk = wrap_ddp(tiny_gpt(layers=1), use_distributed_optimizer=distributed)
-    config = EmergingOptimizerConfig(
-        optimizer="sign_per_matrix", lr=0.02, min_lr=0.02, use_distributed_optimizer=distributed
-    )
+    fields = {"lr": 0.02, "min_lr": 0.02, "use_distributed_optimizer": distributed}
+    config = EmergingOptimizerConfig(optimizer="sign_per_matrix", **fields)
     optimizer = get_megatron_optimizer(config, [chunk])
     used = {group["optimizer"] for group in optimizer.param_groups}
     losses = [train_step([chunk], optimizer, [synthetic_batch(0)]) for _ in range(8)]

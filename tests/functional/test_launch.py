@@ -11,6 +11,7 @@ from megatron_eopt import cpu, launch, megatron_lm
 from megatron_eopt.base.errors import ConfigurationError
 from tests.functional.script import EXPERTS, STOCK_SCRIPT, TINY, losses, run_here, run_stock
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.programs import output_of
 
 LAYER_WISE = """
@@ -105,35 +106,33 @@ def test_runs_as_if_python_had_started_it(package, how):
     assert facts(ours) == facts(alone)
 
 
-def _again_in_a_child(script: str) -> dict[str, object]:
+@on_ranks(1, cpu=False)
+def test_child_processes_import_the_script_under_the_launcher(package):
+    script = str(package / "script.py")
     launched(script, "argument")
     cpu.disable()
     # what a child does that multiprocessing starts afresh
     sys.argv = [script, "argument"]
     module = runpy.run_module("megatron_eopt.launch", run_name="__mp_main__", alter_sys=True)
     try:
-        return {**module["facts"], "double": module["double"](2), "cpu": cpu.is_enabled(),
-                "installed": megatron_lm.is_installed()}  # fmt: skip
+        assert (module["double"](2), cpu.is_enabled(), megatron_lm.is_installed()) == (
+            4,
+            True,
+            True,
+        )
     finally:
         megatron_lm.uninstall()
+    expected = {"__name__": "__mp_main__", "__file__": script, "argv": [script, "argument"]}
+    assert module["facts"] == module["facts"] | expected, module["facts"]
 
 
-def test_child_processes_import_the_script_under_the_launcher(package):
-    path = str(package / "script.py")
-    (found,) = run_ranks(1, _again_in_a_child, path, cpu=False)
-    expected = {"__name__": "__mp_main__", "__file__": path, "argv": [path, "argument"]}
-    expected |= {"double": 4, "cpu": True, "installed": True}
-    assert found == found | expected
-
-
-def _without_a_rate() -> tuple[str, bool]:
-    with pytest.raises(ConfigurationError) as caught:
+def _without_a_rate() -> None:
+    told = r"^--lr=None: training needs a learning rate\. Pass --lr\.$"
+    with pytest.raises(ConfigurationError, match=told) as caught:
         launched(str(STOCK_SCRIPT), *[flag for flag in TINY if flag not in ("--lr", "1e-2")])
-    return str(caught.value), caught.value.is_on_all_ranks
+    assert caught.value.is_on_all_ranks
 
 
 def test_a_missing_rate_is_named_before_the_model_is_built(capfd):
-    found = run_ranks(2, _without_a_rate, cpu=False)
-    message = "--lr=None: training needs a learning rate. Pass --lr."
-    assert found == [(message, True)] * 2
+    run_ranks(2, _without_a_rate, cpu=False)
     assert "number of parameters" not in capfd.readouterr().out

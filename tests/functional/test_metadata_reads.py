@@ -1,6 +1,7 @@
 """A trainer's load reads a checkpoint's metadata once, besides what megatron-core reads itself."""
 
 import io
+import re
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -29,10 +30,8 @@ def reads_of(flags: list[str]) -> Counter[str]:
 
     def spy(file: Any, *args: Any, **kwargs: Any) -> Any:
         if str(file).endswith(".metadata"):
-            frames = traceback.extract_stack()
-            known = [
-                f for f in frames if "/megatron_eopt/" in f.filename or "/megatron/" in f.filename
-            ]
+            packages = re.compile("/(megatron_eopt|megatron)/")
+            known = [f for f in traceback.extract_stack() if packages.search(f.filename)]
             if "/megatron_eopt/" in known[-1].filename:
                 found[known[-1].name] += 1
         return opened(file, *args, **kwargs)

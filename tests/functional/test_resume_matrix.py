@@ -74,9 +74,8 @@ def outcomes(some: list[Cell]) -> dict[Cell, str]:
     first = some[0]
     job = _of_fsdp2 if first.storage == "FSDP2" else _of_megatron
     with tempfile.TemporaryDirectory() as folder:
-        found = run_ranks(
-            first.tensor * first.data, job, some, folder, cpu=first.storage != "FSDP2", timeout=900
-        )
+        how: Any = {"cpu": first.storage != "FSDP2", "timeout": 900}
+        found = run_ranks(first.tensor * first.data, job, some, folder, **how)
     assert all(one.keys() == found[0].keys() for one in found)
     return {cell: max((r[cell] for r in found), key=lambda text: text != EQUAL) for cell in some}
 

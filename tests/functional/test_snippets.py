@@ -14,15 +14,10 @@ from megatron.core.optimizer import OptimizerConfig
 from torch import nn
 
 import megatron_eopt
-from megatron_eopt import (
-    EmergingOptimizerConfig,
-    TorchOptimizerConfig,
-    build_optimizer,
-    get_megatron_optimizer,
-)
+from megatron_eopt import EmergingOptimizerConfig, TorchOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.config.registry import entries
 from tests.functional.doc_commands import PAGES, ROOT, blocks
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
 
@@ -68,7 +63,7 @@ def readers_own() -> dict[str, Any]:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.lm_head(self.blocks[0](x))
 
-    imported = (build_optimizer, get_megatron_optimizer, dataclasses.dataclass)
+    imported = (megatron_eopt.build_optimizer, get_megatron_optimizer, dataclasses.dataclass)
     own = {one.__name__: one for one in (*imported, torch, dataclasses, megatron_eopt)}
     own |= {cls.__name__: cls for cls in (EmergingOptimizerConfig, TorchOptimizerConfig)}
     own |= {"model": Model(), "model_chunks": [chunk], "config": config, "iteration": 100}
@@ -96,11 +91,17 @@ def blocks_here(page: Path) -> list[tuple[int, str]]:
     return [(line, text) for line, text in found if not any(one in text for one in ELSEWHERE)]
 
 
-def run_page(name: str) -> int:
-    """Run a page's blocks in order, in one namespace; return how many have run."""
+WITH_PYTHON = [page.relative_to(ROOT).as_posix() for page in PAGES if blocks_here(page)]
+
+
+@pytest.mark.parametrize("name", WITH_PYTHON)
+@on_ranks(1)
+def test_snippets_run(name):
+    """Those of a page, in order and in one namespace."""
     initialize_megatron()
     page = ROOT / name
     found, own = blocks_here(page), readers_own()
+    assert found
     if page.name == "checkpoints.md":
         for_checkpoints(own)
     # what a page registers ends with it; what this process had imported before stays
@@ -111,12 +112,3 @@ def run_page(name: str) -> int:
             if "register_optimizer(" in text:
                 entries().pop(EXAMPLE, None)  # the page shows two ways to register one name
             exec(code, own)
-    return len(found)
-
-
-WITH_PYTHON = [page.relative_to(ROOT).as_posix() for page in PAGES if blocks_here(page)]
-
-
-@pytest.mark.parametrize("name", WITH_PYTHON)
-def test_snippets_run(name):
-    assert run_ranks(1, run_page, name) > [0]

@@ -75,11 +75,8 @@ def test_groups_are_identified_as_in_megatron_core():
 
 
 def test_standard_overrides_mean_what_megatron_cores_mean():
-    for fields in (
-        {},
-        {"apply_wd_to_qk_layernorm": True},
-        {"decoupled_lr": 0.1, "decoupled_min_lr": 0.01},
-    ):
+    decoupled = {"decoupled_lr": 0.1, "decoupled_min_lr": 0.01}
+    for fields in ({}, {"apply_wd_to_qk_layernorm": True}, decoupled):
         config = OptimizerConfig(lr=1.0, **fields)
         ours, theirs = get_standard_config_overrides(config), megatrons(config)
         assert all(map(is_key, [*ours, *theirs]))

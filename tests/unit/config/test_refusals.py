@@ -71,6 +71,7 @@ FROM_TRANSFORMER_ENGINE = "use_precision_aware_optimizer"
 GATHERS_EARLY = "overlap_param_gather_with_optimizer_step"
 REUSES = "reuse_grad_buf_for_mxfp8_param_ag"
 CAPTURES = "optimizer_cuda_graph"
+SHARDS = "use_distributed_optimizer"
 
 MODES = [
     # optimizers of matrices in shares of Megatron's buffers
@@ -137,17 +138,8 @@ MODES = [
         }.items()
     ),
     # what a wrapper does to gradients
-    Mode(
-        "replicated",
-        "DistributedDataParallelConfig.use_distributed_optimizer=True",
-        ddp={"use_distributed_optimizer": True},
-    ),
-    Mode(
-        "sharded",
-        "use_distributed_optimizer=True",
-        config={"optimizer": "adam"},
-        ddp={"use_distributed_optimizer": False},
-    ),
+    Mode("replicated", f"DistributedDataParallelConfig.{SHARDS}=True", ddp={SHARDS: True}),
+    Mode("sharded", f"{SHARDS}=True", config={"optimizer": "adam"}, ddp={SHARDS: False}),
 ]
 
 

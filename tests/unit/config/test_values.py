@@ -81,9 +81,8 @@ def args() -> argparse.Namespace:
 def cases() -> Iterator[tuple[str, Any]]:
     for name, kind in FIELDS.items():
         if name != "timers":  # a function, of which nothing is read
-            yield from (
-                (name, value) for value in [*VALUES, *filter(None, [OF_LIBRARIES.get(kind.type)])]
-            )
+            of_libraries = [OF_LIBRARIES[kind.type]] if kind.type in OF_LIBRARIES else []
+            yield from ((name, value) for value in [*VALUES, *of_libraries])
 
 
 def test_every_field_is_read_by_its_type(args: argparse.Namespace, tmp_path: Path) -> None:

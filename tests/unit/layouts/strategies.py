@@ -71,9 +71,8 @@ def stored(draw, shape, ranks):
 
 def computed(shape, ranks):
     """A compute layout: whole at one owner or at several ranks, or cut."""
-    return slabs(shape, ranks) | st.integers(0, ranks - 1).map(
-        lambda owner: Layout.whole(shape, owner)
-    )
+    owners = st.integers(0, ranks - 1)
+    return slabs(shape, ranks) | owners.map(lambda owner: Layout.whole(shape, owner))
 
 
 def full_matrix(shape, seed=0):

@@ -52,9 +52,8 @@ def spacing(values: torch.Tensor, name: str) -> torch.Tensor:
     largest = FORMATS[name].largest
     if largest is None:
         return own
-    scale = torch.exp2(
-        (exact.amax(dim=1, keepdim=True) / largest).clamp(min=2.0**-126).log2().ceil()
-    )
+    most = exact.amax(dim=1, keepdim=True) / largest
+    scale = torch.exp2(most.clamp(min=2.0**-126).log2().ceil())
     return scale.expand_as(own) if name == "int8" else torch.maximum(own, 2.0**-9 * scale)
 
 

@@ -23,9 +23,8 @@ def test_every_local_row_is_the_row_that_naive_loops_find(cut: tuple[int, Split]
     for rank in range(tp_size):
         expected = rows_of_rank(split, tp_size, rank)
         found: list[tuple[int, int] | None] = [None] * len(expected)
-        for (number, index), matrix, runs in zip(
-            part_of, split.matrices, matrix_rows(split, tp_size, rank, 0), strict=True
-        ):
+        rows = matrix_rows(split, tp_size, rank, 0)
+        for (number, index), matrix, runs in zip(part_of, split.matrices, rows, strict=True):
             for local, logical, length in runs.triples():
                 assert logical >= 0
                 assert logical + length <= matrix.shape[0]

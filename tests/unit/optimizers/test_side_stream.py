@@ -66,9 +66,8 @@ def trained(wanted):
         patch.setattr(gpu, "is_there", lambda: False)
         with Launches(streams):
             steps(CASE, chunk, optimizer, 0, 1)
-    return streams.events, {
-        name: value.clone() for name, (_, value) in weights(CASE.run, chunk).items()
-    }
+    found = {name: value.clone() for name, (_, value) in weights(CASE.run, chunk).items()}
+    return streams.events, found
 
 
 def test_passes_run_beside_products_in_the_bits_of_one_stream():

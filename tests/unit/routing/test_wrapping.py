@@ -126,14 +126,11 @@ def routes(model: nn.Module, **fields: Any) -> dict[str, tuple[str, str]]:
     found = output_layers(ModelWalk(model), OUTPUT_LAYERS).values()
     outputs = [param for module in found for param in module.parameters()]
     parameters = trainable_parameters(places_in([model]), outputs, stacks=True)
-    by_param = {
-        id(route.parameter.param): (route.optimizer, route.why)
-        for route in route_all(parameters, {}, settings)
-    }
+    routed = route_all(parameters, {}, settings)
+    by_param = {id(route.parameter.param): (route.optimizer, route.why) for route in routed}
     named = {f"{p.path}.{p.leaf}".strip("."): by_param[id(p.param)] for p in places_in([model])}
-    return {
-        name.removeprefix("policy."): route for name, route in named.items() if "value" not in name
-    }
+    kept = [name for name in named if "value" not in name]
+    return {name.removeprefix("policy."): named[name] for name in kept}
 
 
 def classes() -> dict[str, type[nn.Module]]:

@@ -51,9 +51,7 @@ class Scripted(Run):
 @pytest.fixture
 def run(tmp_path) -> Scripted:
     basis = {"sources": "abc"}
-    return Scripted(
-        tmp_path, time.monotonic() + 300, "cpu", 2, True, basis, dict(os.environ), PASSES
-    )
+    return Scripted(tmp_path, time.monotonic() + 300, "cpu", 2, True, basis, dict(os.environ))
 
 
 def test_what_passed_is_kept_until_something_else_runs_it(run):
