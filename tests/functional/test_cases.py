@@ -29,9 +29,8 @@ def params(kind, chosen=lambda case: True, is_long=lambda case: case.long):
 @pytest.mark.parametrize("case", params("golden", lambda case: "cpu_gloo" in case.environments))
 def test_golden_on_cpus(case):
     """On GPUs the GPU check compares."""
-    wrong = differences_from(
-        golden.read(case, "cpu_gloo"), run_measured(case, "cpu_gloo", seed=None)
-    )
+    found = run_measured(case, "cpu_gloo", seed=None)
+    wrong = differences_from(golden.read(case, "cpu_gloo"), found)
     assert not wrong, "\n".join(wrong)
 
 

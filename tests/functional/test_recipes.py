@@ -15,6 +15,7 @@ from megatron_eopt.tools.recipe import NAMES, recipe
 from tests.functional.script import _run_once, numbers, run_here
 from tests.functional.test_qk_clip import logged
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
 
 WHOLE = [name for name in NAMES if recipe(name).base is None]
@@ -33,15 +34,13 @@ def elements(shape: Architecture) -> int:
     return found
 
 
-def counted() -> dict[str, int]:
-    dist.destroy_process_group()
-    return {name: elements(recipe(name).architecture()) for name in NAMES}
-
-
 @pytest.mark.long
+@on_ranks(1, cpu=False)
 def test_sizes_are_the_published_ones():
-    (found,) = run_ranks(1, counted, cpu=False)
-    assert found == {name: pytest.approx(recipe(name).parameters, rel=0.02) for name in NAMES}
+    dist.destroy_process_group()
+    for name in NAMES:
+        found = elements(recipe(name).architecture())
+        assert found == pytest.approx(recipe(name).parameters, rel=0.02), name
 
 
 @pytest.mark.parametrize("name", WHOLE)
