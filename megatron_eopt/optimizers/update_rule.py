@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
-from megatron_eopt.base.names import STEP
+from megatron_eopt.base.names import ELEMENT_WISE_STATE, STEP
 from megatron_eopt.base.nested_state import put
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.exchange import MatrixExchange
@@ -223,7 +223,7 @@ class UpdateRule:
 
     def is_sharded_like_param(self, kind: str, value: Any) -> bool:
         """Whether a state value has one element per element of the parameter."""
-        return isinstance(value, Tensor) and value.dim() > 0
+        return isinstance(value, Tensor) and (value.dim() > 0 or kind in ELEMENT_WISE_STATE)
 
     def unsharded_state(
         self, groups: Sequence[ParamGroup], state: State

@@ -193,6 +193,8 @@ def parameters_of(seed: int, layouts: tuple[Layout, ...]) -> list[Parameter]:
         return [*found, Parameter("experts.weight", shape, whole(shape))]
     shape, cut_dim = (cut(3, 20), cut(3, 20)), rng.choice([0, 1])
     of_experts = [f"moe.local_experts.{i}.weight" for i in range(4)]
+    # which FSDP2 cannot cut
+    found.append(Parameter("temperature.weight", ()))
     return found + [
         Parameter(name, shape, whole(shape), cut_dim, expert=i) for i, name in enumerate(of_experts)
     ]

@@ -154,7 +154,7 @@ class ByHand:
         decay, own = self.config.weight_decay, self.config.muon_weight_decay
         if own is not None and self.is_main(name) and "muon" in self.config.optimizer:
             decay = own
-        return decay if self.weights[name].ndim > 1 or decays_too else 0.0
+        return 0.0 if self.weights[name].ndim == 1 and not decays_too else decay
 
     def step(self, step: int, gradients: Weights) -> None:
         config = self.config
