@@ -17,6 +17,7 @@ from megatron.training.config.instantiate_utils import instantiate
 from megatron_eopt import ConfigurationTypeError, EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.bridge import BridgeOptimizerConfig
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
 from tests.unit.contracts.callers import scheduler_of
@@ -61,7 +62,8 @@ def _steps(chunk: Any, optimizer: Any, first: int, last: int) -> list[float | No
     return [train_step([chunk], optimizer, batch) for batch in batches]
 
 
-def _provided_and_resumed(folder: str) -> None:
+@on_ranks(2)
+def test_provides_what_the_factory_builds_and_resumes_it(tmp_path):
     initialize_megatron()
     config, chunk, optimizer = _as_the_bridge_sets_up()
     assert isinstance(optimizer, ChainedOptimizer)
@@ -75,7 +77,7 @@ def _provided_and_resumed(folder: str) -> None:
 
     optimizer.prepare_model_params_for_param_sync()
     chunk.disable_forward_pre_hook(param_sync=True)
-    dist_checkpointing.save(_sharded(chunk, optimizer, False), folder)
+    dist_checkpointing.save(_sharded(chunk, optimizer, False), tmp_path)
     chunk.enable_forward_pre_hook()
     went_on = _steps(other_chunk, other, 2, 4)
     assert _steps(chunk, optimizer, 2, 4) == went_on
@@ -84,14 +86,10 @@ def _provided_and_resumed(folder: str) -> None:
     scheduler_of(resumed).step(2)
     for param in fresh.parameters():
         param.data.zero_()
-    loaded = dist_checkpointing.load(_sharded(fresh, resumed, True), folder)
+    loaded = dist_checkpointing.load(_sharded(fresh, resumed, True), tmp_path)
     fresh.load_state_dict(loaded["model"], strict=False)
     resumed.load_state_dict(loaded["optimizer"])
     assert _steps(fresh, resumed, 2, 4) == went_on
-
-
-def test_provides_what_the_factory_builds_and_resumes_it(tmp_path):
-    run_ranks(2, _provided_and_resumed, str(tmp_path))
 
 
 def _one_chunk_and_no_overrides() -> set[Any]:

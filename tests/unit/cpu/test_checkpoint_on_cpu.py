@@ -8,16 +8,17 @@ from megatron.core import dist_checkpointing
 from torch.utils._pytree import tree_iter
 
 from megatron_eopt.cpu.megatron_parts import with_copies
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt
 
 
-def _save(folder: Path) -> None:
+@on_ranks(1)
+def test_a_process_that_lives_on_is_handed_copies(tmp_path: Path) -> None:
     initialize_megatron()
     model: Any = tiny_gpt()
     plain = dist_checkpointing.save(
-        model.sharded_state_dict(), folder, async_sharded_save=True, async_strategy="mcore"
+        model.sharded_state_dict(), tmp_path, async_sharded_save=True, async_strategy="mcore"
     )
     copy = with_copies(plain)
     plain_tensors, tensors = (
@@ -29,7 +30,3 @@ def _save(folder: Path) -> None:
     assert not any(tensor.untyped_storage().data_ptr() in own for tensor in tensors)
     assert len(tensors) == len(plain_tensors)
     assert all(map(torch.equal, plain_tensors, tensors))
-
-
-def test_a_process_that_lives_on_is_handed_copies(tmp_path: Path) -> None:
-    run_ranks(1, _save, tmp_path)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from megatron_eopt import cpu
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 
 ONES = torch.ones(4, 8)
@@ -100,7 +100,8 @@ def test_there_is_one_until_the_gpu_is_seeded_by_itself() -> None:
     assert all(map(torch.equal, draws(), plain))
 
 
-def _recompute() -> None:
+@on_ranks(2)
+def test_megatrons_recomputation_draws_the_same_masks() -> None:
     initialize_megatron(tp=2)
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -118,10 +119,6 @@ def _recompute() -> None:
     masks = [torch.empty_like(y) for _ in range(size)]
     torch.distributed.all_gather(masks, y.detach())
     assert not torch.equal(*masks)
-
-
-def test_megatrons_recomputation_draws_the_same_masks() -> None:
-    run_ranks(2, _recompute)
 
 
 @pytest.mark.usefixtures("two")

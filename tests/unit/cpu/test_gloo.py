@@ -9,9 +9,13 @@ import torch.distributed as dist
 
 from megatron_eopt.cpu.gloo import group_patches
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 
 
-def _uneven_all_gather(async_op: bool) -> None:
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks("ranks")
+def test_uneven_all_gather(ranks: int, async_op: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     lengths = [3, 0, 5, 1][:size]
     own = torch.arange(lengths[rank], dtype=torch.bfloat16) + 10 * rank
@@ -26,7 +30,8 @@ def _uneven_all_gather(async_op: bool) -> None:
         assert gathered[other].tolist() == [10 * other + i for i in range(length)]
 
 
-def _all_to_all_with_tensor_sizes() -> None:
+@on_ranks(2)
+def test_all_to_all_with_tensor_sizes() -> None:
     rank = dist.get_rank()
     sent = torch.tensor([[1, 2], [3, 1]])
     given = torch.arange(int(sent[rank].sum())) + 10 * rank
@@ -34,16 +39,6 @@ def _all_to_all_with_tensor_sizes() -> None:
     sizes: Any = sent[:, rank], sent[rank]
     dist.all_to_all_single(received, given, *sizes)
     assert received.tolist() == ([0, 10, 11, 12] if rank == 0 else [1, 2, 13])
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_uneven_all_gather(ranks: int, async_op: bool) -> None:
-    run_ranks(ranks, _uneven_all_gather, async_op)
-
-
-def test_all_to_all_with_tensor_sizes() -> None:
-    run_ranks(2, _all_to_all_with_tensor_sizes)
 
 
 def _threads() -> list[str]:

@@ -15,6 +15,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.cpu import check_supported
 from megatron_eopt.qk_clip import clip_qk
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import assert_same, synthetic_batch, tiny_gpt, train_step, wrap_ddp
 from tests.unit.storage.full_state import Case, optimizer_over
@@ -59,7 +60,10 @@ def _trained(case: Case, weights: dict[str, torch.Tensor] | None = None) -> Any:
     return start, losses, {name: param.detach().clone() for name, param in named.items()}
 
 
-def _both(case: Case) -> None:
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
+def test_it_trains_as_the_gpt_model_does(name):
+    case = CASES[name]
     start, losses, weights = _trained(case)
     parallel_state.destroy_model_parallel()
     _, same_losses, same_weights = _trained(case, start)
@@ -67,11 +71,6 @@ def _both(case: Case) -> None:
     assert_same(same_weights, weights)
     for name, weight in weights.items():
         assert not torch.equal(weight, start[name]) or name.endswith("bias"), name
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_trains_as_the_gpt_model_does(name):
-    run_ranks(2, _both, CASES[name])
 
 
 def _refuse(pattern: str, message: str) -> None:

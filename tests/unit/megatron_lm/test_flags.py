@@ -14,6 +14,7 @@ from megatron_eopt import megatron_lm
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.megatron_lm.trainer import _check_helpers, validating_known_flags
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 
 TRAINERS = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 1".split()
 
@@ -68,15 +69,12 @@ def test_a_script_that_adds_our_flags_keeps_our_defaults():
     assert run_ranks(1, defaults, megatron_lm.add_arguments) == [("recommended", "auto", 0.95)]
 
 
-def _with_the_scripts_provider() -> None:
+@on_ranks(1)
+def test_the_scripts_own_flags_and_defaults_are_respected():
     args = parsed(["--answer", "7", "--transformer-impl", "local"], scripts_own)
     assert (args.answer, args.optimizer_defaults) == (7, "megatron")
     with pytest.raises(ConfigurationError, match="--transformer-impl='transformer_engine'"):
         parsed([], scripts_own)
-
-
-def test_the_scripts_own_flags_and_defaults_are_respected():
-    run_ranks(1, _with_the_scripts_provider)
 
 
 SAVES = {"async_save": True, "use_persistent_ckpt_worker": True}

@@ -11,6 +11,7 @@ import torch
 
 from megatron_eopt import megatron_lm
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 
 FACTORY = ("config", "model_chunks", "config_overrides", "use_gloo_process_groups",
            "pg_collection", "dump_param_to_param_group_map")  # fmt: skip
@@ -96,7 +97,8 @@ def objects() -> dict[tuple[str, str], int]:
     }
 
 
-def _install_and_uninstall() -> None:
+@on_ranks(1)
+def test_everything_is_replaced_everywhere_and_comes_back():
     pairs = replaced()
     before = objects()
     megatron_lm.install()
@@ -121,11 +123,12 @@ def _install_and_uninstall() -> None:
     assert objects() == before
 
 
-def test_everything_is_replaced_everywhere_and_comes_back():
-    run_ranks(1, _install_and_uninstall)
-
-
-def _without(module: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("megatron.core.optimizer.qk_clip", "clip_qk"), ("megatron.training.arguments", "parse_args")],
+)
+@on_ranks(1)
+def test_a_name_that_is_needed_and_missing_is_refused(module, name):
     owner = importlib.import_module(module)
     importlib.import_module("megatron_eopt.megatron_lm.names")
     importlib.import_module("megatron.training.training")
@@ -139,14 +142,6 @@ def _without(module: str, name: str) -> None:
         assert not megatron_lm.is_installed()
     finally:
         setattr(owner, name, kept)
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [("megatron.core.optimizer.qk_clip", "clip_qk"), ("megatron.training.arguments", "parse_args")],
-)
-def test_a_name_that_is_needed_and_missing_is_refused(module, name):
-    run_ranks(1, _without, module, name)
 
 
 class Plain(torch.optim.SGD):

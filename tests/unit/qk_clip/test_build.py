@@ -12,6 +12,7 @@ from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megat
 from megatron_eopt.qk_clip import clip_qk
 from megatron_eopt.qk_clip.attention import attentions
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_fsdp2
 from tests.unit.fsdp2.model import eager, shard, whole
@@ -20,7 +21,8 @@ from tests.unit.storage.full_state import Case, build
 from tests.unit.storage.runs import Result, Slab, make_chunk
 
 
-def refused() -> None:
+@on_ranks(1)
+def test_what_cannot_be_clipped_is_refused_when_built():
     offloaded = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
     case = Case("adam", {**GROUPED, **MODEL}, config=offloaded)
     text = "optimizer_cpu_offload keeps main weights inside megatron-core's hybrid"
@@ -39,11 +41,9 @@ def refused() -> None:
             get_megatron_optimizer(config, [chunk])
 
 
-def test_what_cannot_be_clipped_is_refused_when_built():
-    run_ranks(1, refused)
-
-
-def check_records(model: dict[str, Any]) -> None:
+@pytest.mark.parametrize("model", [GROUPED, LATENT], ids=["GQA", "MLA"])
+@on_ranks(1)
+def test_local_attention_records_the_largest_logit_of_each_head(model):
     """Compare what attention records in two microbatches with float64 maxima of its inputs."""
     chunk, optimizer = build(Case("muon", {**model, **MODEL}))
     expected: dict[int, torch.Tensor] = {}
@@ -74,11 +74,6 @@ def check_records(model: dict[str, Any]) -> None:
             # float32 products of at most 32 terms
             exact = expected.pop(attention.layer_number)
             torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("model", [GROUPED, LATENT], ids=["GQA", "MLA"])
-def test_local_attention_records_the_largest_logit_of_each_head(model):
-    run_ranks(1, check_records, model)
 
 
 @eager

@@ -11,6 +11,7 @@ from megatron.core.optimizer import qk_clip as megatrons
 from megatron_eopt.qk_clip import clip_qk
 from megatron_eopt.qk_clip.attention import attentions
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.tiers import mostly_long
 from tests.unit.storage import runs
@@ -235,7 +236,8 @@ def megatrons_clip(model: list[Any]) -> float:
     return megatrons.clip_qk([Twice(Twice(unwrapped(chunk))) for chunk in model])
 
 
-def what_stays() -> None:
+@on_ranks(1)
+def test_what_has_no_usable_logits_or_is_frozen_stays():
     """Check what is found where nothing is to be clipped: no usable logits, or frozen weights."""
     case = case_of(GROUPED, ddp=SHARDED)
     chunk, optimizer = build(case)
@@ -257,7 +259,3 @@ def what_stays() -> None:
     put([chunk], MAXIMA[0])
     assert clip_qk([chunk]) == max(map(max, MAXIMA[0]))
     assert all(map(torch.equal, chunk.parameters(), before))
-
-
-def test_what_has_no_usable_logits_or_is_frozen_stays():
-    run_ranks(1, what_stays)

@@ -5,7 +5,7 @@ import torch
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.extending import LayerWiseDistributedOptimizer
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.unit.storage import runs
 from tests.unit.storage.full_state import Case, build, unwrapped
 from tests.unit.storage.runs import DENSE, Run, make_chunk
@@ -19,7 +19,8 @@ MODES = [
 ]
 
 
-def refusals() -> None:
+@on_ranks(1)
+def test_what_would_train_something_else_is_refused_when_built():
     """Build in every way that would train something else."""
     run = Run(model=DENSE)
     chunk = make_chunk(run)
@@ -41,11 +42,8 @@ def refusals() -> None:
     refused("reuse_grad_buf_for_mxfp8_param_ag", muon, adam)
 
 
-def test_what_would_train_something_else_is_refused_when_built():
-    run_ranks(1, refusals)
-
-
-def loads() -> None:
+@on_ranks(1)
+def test_what_is_no_state_of_fragments_is_refused():
     """Load what is no state of fragments."""
     case = Case("muon", DENSE)
     chunk, optimizer = build(case)
@@ -57,7 +55,3 @@ def loads() -> None:
     for method in (optimizer.save_parameter_state, optimizer.load_parameter_state):
         with refused:
             method("file")
-
-
-def test_what_is_no_state_of_fragments_is_refused():
-    run_ranks(1, loads)

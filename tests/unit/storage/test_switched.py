@@ -1,7 +1,5 @@
 """Another optimizer goes on from a checkpoint: state begins anew as a whole, or is refused."""
 
-from typing import Any
-
 import pytest
 import torch
 from megatron.core import dist_checkpointing
@@ -10,6 +8,7 @@ from megatron_eopt import checkpoints
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.unit.storage.full_state import Case, build, resume, save_one, sharded, steps
 from tests.unit.storage.runs import DENSE, REPLICATED, set_lr
 
@@ -62,19 +61,16 @@ def test_state_that_one_rank_has_not_loaded_is_refused_on_all(tmp_path):
     assert "must have all state of the same optimizer" in message
 
 
-def refused_after_steps(folder: str, fields: dict[str, Any]) -> None:
-    save_one(Case("adam", **fields), folder)
+@pytest.mark.parametrize("fields", [{}, REPLICATED], ids=["sharded", "plain"])
+@on_ranks(2)
+def test_an_optimizer_that_has_stepped_does_not_start_state_fresh(tmp_path, fields):
+    save_one(Case("adam", **fields), tmp_path)
     case = Case("muon", **fields)
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
     wanted = sharded(case, chunk, optimizer, is_loading=True)
     with pytest.raises(ConfigurationError, match="would start fresh, but the optimizer has"):
-        checkpoints.load(wanted, folder)
-
-
-@pytest.mark.parametrize("fields", [{}, REPLICATED], ids=["sharded", "plain"])
-def test_an_optimizer_that_has_stepped_does_not_start_state_fresh(tmp_path, fields):
-    run_ranks(2, refused_after_steps, str(tmp_path), fields)
+        checkpoints.load(wanted, tmp_path)
 
 
 def mains_after_load(folder: str) -> tuple[int, list[float]]:
