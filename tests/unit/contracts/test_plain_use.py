@@ -13,6 +13,7 @@ from megatron_eopt import ConfigurationError
 from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.log import listening
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import (
@@ -169,7 +170,22 @@ def two_parts(sharded, dtype=torch.float32, *, plain_ddp=False, **ddp):
     return wrap_ddp(model, use_distributed_optimizer=sharded and not plain_ddp, **ddp)
 
 
-def _parts(optimizer, sharded, half, ddp):
+USUAL = [("muon", False, False, {}), ("muon", True, True, {}), ("muon", True, False, OVERLAP)]
+OTHERS = [
+    ("muon", True, False, {}),
+    ("muon", True, False, {"plain_ddp": True}),
+    ("muon", True, False, {"plain_ddp": True} | OVERLAP),
+    ("soap", True, False, {}),
+    ("adam", True, False, {}),
+    ("adam", True, True, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sharded", "half", "ddp"), mostly_long([*USUAL, *OTHERS], *USUAL)
+)
+@on_ranks(2)
+def test_two_optimizers_over_disjoint_parts_equal_one_over_all(optimizer, sharded, half, ddp):
     initialize_megatron()
     dtype = torch.bfloat16 if half else torch.float32
     config = config_of(optimizer, sharded=sharded, bf16=half, muon_tp_mode="duplicated")
@@ -197,25 +213,9 @@ def _parts(optimizer, sharded, half, ddp):
     assert_same(copies_of(chunk), copies_of(whole))
 
 
-USUAL = [("muon", False, False, {}), ("muon", True, True, {}), ("muon", True, False, OVERLAP)]
-OTHERS = [
-    ("muon", True, False, {}),
-    ("muon", True, False, {"plain_ddp": True}),
-    ("muon", True, False, {"plain_ddp": True} | OVERLAP),
-    ("soap", True, False, {}),
-    ("adam", True, False, {}),
-    ("adam", True, True, {}),
-]
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "sharded", "half", "ddp"), mostly_long([*USUAL, *OTHERS], *USUAL)
-)
-def test_two_optimizers_over_disjoint_parts_equal_one_over_all(optimizer, sharded, half, ddp):
-    run_ranks(2, _parts, optimizer, sharded, half, ddp)
-
-
-def _owned_twice(sharded):
+@pytest.mark.parametrize("sharded", [False, True])
+@on_ranks(2)
+def test_a_parameter_of_two_optimizers_is_not_stepped_by_both(sharded):
     initialize_megatron()
     chunk = two_parts(sharded)
     config = config_of("muon", sharded=sharded)
@@ -226,8 +226,3 @@ def _owned_twice(sharded):
     assert math.isfinite(train_step([chunk], second, [synthetic_batch(0)]))
     with pytest.raises(ConfigurationError, match=r"optimizer.step=.*built later owns some of its"):
         first.step()
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_parameter_of_two_optimizers_is_not_stepped_by_both(sharded):
-    run_ranks(2, _owned_twice, sharded)

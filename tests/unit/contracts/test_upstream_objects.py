@@ -20,6 +20,7 @@ from megatron_eopt import emerging_optimizers as ours
 from megatron_eopt.extending import LayerWiseDistributedOptimizer, MuonRule
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.models import assert_same, copies_of
 from tests.unit.contracts.callers import STORAGES, build, gradients
 from tests.unit.storage import runs
@@ -72,20 +73,18 @@ def _update_of_qkv(run, optimizer):
     return weight.detach() - before
 
 
-def _split_like_muon(run, cls, factor):
+@pytest.mark.parametrize(
+    ("run", "cls", "factor"), [(SHARDED, TensorParallelMuon, 1), (PLAIN, Halved, 0.5)]
+)
+@on_ranks(1)
+def test_a_muon_of_the_callers_splits_fused_weights_as_ours_does(run, cls, factor):
     with registered("mine", entry_over(cls)):
         mine = _update_of_qkv(run, "mine")
     torch.testing.assert_close(mine, _update_of_qkv(run, "muon") * factor)
 
 
-@pytest.mark.parametrize(
-    ("run", "cls", "factor"), [(SHARDED, TensorParallelMuon, 1), (PLAIN, Halved, 0.5)]
-)
-def test_a_muon_of_the_callers_splits_fused_weights_as_ours_does(run, cls, factor):
-    run_ranks(1, _split_like_muon, run, cls, factor)
-
-
-def _an_entry_of_its_own():
+@on_ranks(1)
+def test_an_entry_with_upstreams_names_means_what_it_says():
     with registered("muon", entry_over(TensorParallelMuon)):
         assert get_megatron_optimizer(config_of(), [make_chunk(PLAIN)])
 
@@ -104,10 +103,6 @@ def _an_entry_of_its_own():
     assert not any(map(is_none, held))
 
 
-def test_an_entry_with_upstreams_names_means_what_it_says():
-    run_ranks(1, _an_entry_of_its_own)
-
-
 def _wrapped(run, cls, *, with_chunks=True):
     chunk = make_chunk(run)
     config = runs.make_config(run)
@@ -120,7 +115,8 @@ def _wrapped(run, cls, *, with_chunks=True):
     return chunk, qkv, bases, LayerWiseDistributedOptimizer(bases, config, None, None, chunks)
 
 
-def _groups_of_bases():
+@on_ranks(2)
+def test_what_is_written_to_wrapped_optimizers_counts():
     chunk, _, bases, chain = _wrapped(SHARDED, TensorParallelMuon)
     before = [param.detach().clone() for param in chunk.parameters()]
     for step in range(2):
@@ -136,11 +132,8 @@ def _groups_of_bases():
             base.state_dict()
 
 
-def test_what_is_written_to_wrapped_optimizers_counts():
-    run_ranks(2, _groups_of_bases)
-
-
-def _upstreams_muon():
+@on_ranks(2)
+def test_upstreams_muon_splits_fused_weights_at_owners():
     updates = []
     for cls in (upstream.TensorParallelMuon, TensorParallelMuon):
         chunk, qkv, _, chain = _wrapped(SHARDED, cls)
@@ -153,11 +146,8 @@ def _upstreams_muon():
     torch.testing.assert_close(*updates, rtol=1e-3, atol=1e-5)
 
 
-def test_upstreams_muon_splits_fused_weights_at_owners():
-    run_ranks(2, _upstreams_muon)
-
-
-def _without_chunks():
+@on_ranks(2)
+def test_parameters_alone_step_as_those_of_known_chunks():
     weights = []
     for with_chunks in (True, False):
         chunk, _, _, chain = _wrapped(PLAIN, TensorParallelMuon, with_chunks=with_chunks)
@@ -165,10 +155,6 @@ def _without_chunks():
         chain.step()
         weights.append(copies_of(chunk))
     assert_same(*weights)
-
-
-def test_parameters_alone_step_as_those_of_known_chunks():
-    run_ranks(2, _without_chunks)
 
 
 def _members_alone(prepared):

@@ -19,6 +19,7 @@ from megatron_eopt.optimizers.element_wise import Adam
 from megatron_eopt.storage.local_tensors import local_of
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import UNITS, eager, gradient, make_model, set_gradients
@@ -246,17 +247,12 @@ def test_so_are_overrides_by_which_another_optimizer_steps() -> None:
         Adam([nn.Parameter(torch.ones(2))], cautious_weight_decay=True)
 
 
-def of_megatron() -> str:
+@on_ranks(1)
+def test_so_are_modes_of_megatrons_own_adam() -> None:
     chunk = foreign.wrapped("sharded", foreign.Foreign())
-    config = EmergingOptimizerConfig(
-        optimizer="adam", lr=0.1, cautious_weight_decay=True, use_distributed_optimizer=True
-    )
+    fields = {"cautious_weight_decay": True, "use_distributed_optimizer": True}
+    config = EmergingOptimizerConfig(optimizer="adam", lr=0.1, **fields)
     # set later, since making such a configuration needs Transformer Engine
     config.use_precision_aware_optimizer = True
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(ConfigurationError, match="cautious_weight_decay=True: is not supported"):
         get_megatron_optimizer(config, [chunk])
-    return str(caught.value)
-
-
-def test_so_are_modes_of_megatrons_own_adam() -> None:
-    assert "cautious_weight_decay=True: is not supported" in run_ranks(1, of_megatron)[0]

@@ -15,7 +15,7 @@ from megatron_eopt.math import passes
 from megatron_eopt.megatron_core.stored_weights import StoredWeights
 from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers.gradients import GradNorm
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.kernels import interpreted_kernels
 from tests.harness.tiers import mostly_long
 from tests.unit.storage.full_state import Case, build, differences, full_state, steps
@@ -75,22 +75,16 @@ def stepped(case: Case, way: int) -> dict[str, Any]:
         if param is item.param
     }
     assert all(torch.equal(weights[name].view(-1), mains[name].view(-1)) for name in weights)
+    forget_megatron()
     return {**found, **{name: weight.detach().clone() for name, weight in weights.items()}}
-
-
-def in_all_ways(name: str) -> list[dict[str, Any]]:
-    found = []
-    for way in range(5):
-        found.append(stepped(CASES[name], way))
-        forget_megatron()
-    return found
 
 
 @pytest.mark.parametrize(
     "name", mostly_long(CASES, "8-bit momentum", "bf16 momentum", "l2", "adam")
 )
+@on_ranks(1)
 def test_a_coefficient_is_what_gradients_were_multiplied_by(name):
-    folded, before, kernels, skipped, none = run_ranks(1, in_all_ways, name)[0]
+    folded, before, kernels, skipped, none = (stepped(CASES[name], way) for way in range(5))
     assert differences(folded, before) == []
     assert len(differences(folded, skipped)) > 10
     assert differences(skipped, none) == []

@@ -1,8 +1,7 @@
 """Adam classes that count steps in parameter groups, as Transformer Engine's and Apex's do."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,7 +11,7 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import distrib_optimizer
 
 from megatron_eopt.testing.scene import forget_megatron
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.models import copies_of
 from tests.harness.tiers import mostly_long
 from tests.unit.storage import full_state, runs
@@ -83,31 +82,12 @@ def counts_of(optimizer: Any) -> set[int]:
     return {group["step"] for group in groups if group.get("optimizer", "adam") == "adam"}
 
 
-def younger(case: Case, folder: Path) -> tuple[Any, Any]:
+def younger(case: Case) -> tuple[Any, Any]:
     """Return a run that has done three steps in which Adam had nothing to do."""
     chunk, optimizer = build(case)
     for part in optimizer.chained_optimizers:
         part.steps = 3
     return chunk, optimizer
-
-
-def interrupted(
-    case: Case, form: str, folder: Path, start: Callable[[Case, Path], tuple[Any, Any]]
-) -> tuple[list[set[int]], list[str]]:
-    """Return counts as saved, as loaded and at the end, and what differs there."""
-    with installed():
-        chunk, optimizer = start(case, folder)
-        steps(case, chunk, optimizer, 0, BEFORE)
-        counts = [counts_of(optimizer)]
-        weights = full_state.write_as(form, case, chunk, optimizer, folder)
-        steps(case, chunk, optimizer, BEFORE, AFTER)
-        whole = full_state.full_state(case, chunk, optimizer)
-        forget_megatron()
-        chunk, optimizer = full_state.resume_as(form, case, folder, weights)
-        counts.append(counts_of(optimizer))
-        steps(case, chunk, optimizer, BEFORE, AFTER)
-        counts.append(counts_of(optimizer))
-        return counts, differences(whole, full_state.full_state(case, chunk, optimizer))
 
 
 MODEL = {"layers": 1, "bias": True, "dtype": torch.bfloat16}
@@ -117,28 +97,35 @@ LARGE = Case("muon", {**MODEL, "vocabulary": 512}, config=SMALL)
 OFF_LOADED = at(LARGE, torch.bfloat16, 1.0)
 
 
-def anew(case: Case, folder: Path) -> tuple[Any, Any]:
-    return build(case)
-
-
 USUAL = [
-    ("state_dict", Case("muon", MODEL, **REPLICATED), anew),
+    ("state_dict", Case("muon", MODEL, **REPLICATED), build),
     ("torch_dist", OFF_LOADED, younger),
-    ("torch_dist", Case("muon", MODEL), anew),
+    ("torch_dist", Case("muon", MODEL), build),
 ]
 OTHERS = [
-    ("state_dict", Case("adam", MODEL, **REPLICATED), anew),
-    ("torch_dist", OFF_LOADED, anew),
+    ("state_dict", Case("adam", MODEL, **REPLICATED), build),
+    ("torch_dist", OFF_LOADED, build),
     ("torch_dist", Case("adam", MODEL), younger),
     ("torch_dist", Case("muon", MODEL, **REPLICATED), younger),
 ]
 
 
 @pytest.mark.parametrize(("form", "case", "start"), mostly_long([*USUAL, *OTHERS], *USUAL))
+@on_ranks(2)
 def test_a_run_goes_on_with_its_counts(tmp_path, form, case, start):
-    for counts, differing in run_ranks(2, interrupted, case, form, tmp_path, start):
-        assert counts == [{BEFORE}, {BEFORE}, {AFTER}]
-        assert not differing
+    with installed():
+        chunk, optimizer = start(case)
+        steps(case, chunk, optimizer, 0, BEFORE)
+        assert counts_of(optimizer) == {BEFORE}
+        weights = full_state.write_as(form, case, chunk, optimizer, tmp_path)
+        steps(case, chunk, optimizer, BEFORE, AFTER)
+        whole = full_state.full_state(case, chunk, optimizer)
+        forget_megatron()
+        chunk, optimizer = full_state.resume_as(form, case, tmp_path, weights)
+        assert counts_of(optimizer) == {BEFORE}
+        steps(case, chunk, optimizer, BEFORE, AFTER)
+        assert counts_of(optimizer) == {AFTER}
+        assert not differences(whole, full_state.full_state(case, chunk, optimizer))
 
 
 def trained(case: Case, *, with_fused: bool = True) -> tuple[dict[str, Any], set[int]]:
@@ -151,36 +138,13 @@ def trained(case: Case, *, with_fused: bool = True) -> tuple[dict[str, Any], set
     return state, counts
 
 
-def off_loaded(case: Case) -> tuple[list[str], list[set[int]]]:
-    """Return what differs from a run without off-loading, and the counts of both."""
-    (one, counts), (other, others) = (
-        trained(at(case, torch.bfloat16, share)) for share in (0.0, 1.0)
-    )
-    return differences(one, other), [counts, others]
-
-
+@on_ranks(2)
 def test_each_chunk_that_is_off_loaded_does_the_same_step():
-    for differing, counts in run_ranks(2, off_loaded, LARGE):
-        assert not differing
-        assert counts == [{AFTER}] * 2
-
-
-def from_another_class(form: str, case: Case, folder: Path, to_fused: bool) -> list[dict[str, Any]]:
-    """Return the states of a run with torch's Adam, and of one whose class changes in between."""
-    whole, _ = trained(case, with_fused=False)
-    weights: Any = None
-    for is_fused, first, end in ((not to_fused, 0, BEFORE), (to_fused, BEFORE, AFTER)):
-        with installed() if is_fused else nullcontext():
-            if first:
-                chunk, optimizer = full_state.resume_as(form, case, folder, weights)
-            else:
-                chunk, optimizer = build(case)
-            steps(case, chunk, optimizer, first, end)
-            if not first:
-                weights = full_state.write_as(form, case, chunk, optimizer, folder)
-            state = full_state.full_state(case, chunk, optimizer)
-        forget_megatron()
-    return [whole, state]
+    (one, counts), (other, others) = (
+        trained(at(LARGE, torch.bfloat16, share)) for share in (0.0, 1.0)
+    )
+    assert not differences(one, other)
+    assert counts == others == {AFTER}
 
 
 @pytest.mark.parametrize("to_fused", [True, False], ids=["to groups", "to states"])
@@ -188,12 +152,26 @@ def from_another_class(form: str, case: Case, folder: Path, to_fused: bool) -> l
     ("form", "case"),
     [("torch_dist", Case("muon", MODEL)), ("state_dict", Case("muon", MODEL, **REPLICATED))],
 )
+@on_ranks(2)
 def test_the_count_goes_over_from_one_class_to_another(tmp_path, form, case, to_fused):
-    for whole, state in run_ranks(2, from_another_class, form, case, tmp_path, to_fused):
-        assert whole.keys() == state.keys()
-        for key, value in whole.items():
-            # a wrong count is seen in the second digit
-            torch.testing.assert_close(state[key], value, rtol=1e-2, atol=1e-4, msg=key)
+    """Compare a run with torch's Adam, and one whose class changes in between."""
+    whole, _ = trained(case, with_fused=False)
+    weights: Any = None
+    for is_fused, first, end in ((not to_fused, 0, BEFORE), (to_fused, BEFORE, AFTER)):
+        with installed() if is_fused else nullcontext():
+            if first:
+                chunk, optimizer = full_state.resume_as(form, case, tmp_path, weights)
+            else:
+                chunk, optimizer = build(case)
+            steps(case, chunk, optimizer, first, end)
+            if not first:
+                weights = full_state.write_as(form, case, chunk, optimizer, tmp_path)
+            state = full_state.full_state(case, chunk, optimizer)
+        forget_megatron()
+    assert whole.keys() == state.keys()
+    for key, value in whole.items():
+        # a wrong count is seen in the second digit
+        torch.testing.assert_close(state[key], value, rtol=1e-2, atol=1e-4, msg=key)
 
 
 def of_a_caller(case: Case, _: None = None) -> tuple[Any, Any]:
@@ -206,21 +184,20 @@ def of_a_caller(case: Case, _: None = None) -> tuple[Any, Any]:
     return chunk, runs.make_optimizer(run, chunk, config=config, bases=own)
 
 
-def stopped(folder: Path) -> list[tuple[set[int], dict[str, Any]]]:
-    """Return counts and weights of a run in one go, and of one that stops between."""
+@on_ranks(2)
+def test_an_optimizer_that_a_caller_has_made(tmp_path):
+    """Compare a run in one go, and one that stops between."""
     case, found = Case("muon", {**MODEL, "query_groups": 2}), []
     with installed():
         for first, end in ((0, AFTER), (0, BEFORE), (BEFORE, AFTER)):
-            run = full_state.resume(case, folder, make=of_a_caller) if first else of_a_caller(case)
+            run = (
+                full_state.resume(case, tmp_path, make=of_a_caller) if first else of_a_caller(case)
+            )
             steps(case, *run, first, end)
             found.append((counts_of(run[1]), copies_of(full_state.unwrapped(run[0]))))
             if end == BEFORE:
-                full_state.write(case, *run, folder)
+                full_state.write(case, *run, tmp_path)
             forget_megatron()
-    return found
-
-
-def test_an_optimizer_that_a_caller_has_made(tmp_path):
-    for (whole, weights), _, (resumed, others) in run_ranks(2, stopped, tmp_path):
-        assert whole == resumed == {AFTER}
-        assert not differences(weights, others)
+    (whole, weights), _, (resumed, others) = found
+    assert whole == resumed == {AFTER}
+    assert not differences(weights, others)

@@ -11,6 +11,7 @@ from torch import distributed
 
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.unit.storage import full_state
 from tests.unit.storage.full_state import Case, build, differences
 from tests.unit.storage.runs import FP16, MOE, PLAIN, SHARDED, gradients
@@ -55,28 +56,6 @@ def scale_of(optimizer: Any) -> tuple[float, int, int]:
     return float(optimizer.get_loss_scale()), scaler._growth_tracker, scaler._hysteresis_tracker
 
 
-def interrupted(case: Case, form: str, folder: Path) -> list[Any]:
-    """Return for each history the scale as saved and as loaded, and what differs at the end."""
-    found = []
-    for name, (signs, _) in HISTORIES.items():
-        place = folder / name
-        place.mkdir(exist_ok=True)
-        chunk, optimizer = build(case)
-        stepped(case, chunk, optimizer, signs, 0)
-        saved = scale_of(optimizer)
-        weights = full_state.write_as(form, case, chunk, optimizer, place)
-        whole = stepped(case, chunk, optimizer, FOLLOWING, 4)
-        state = full_state.full_state(case, chunk, optimizer)
-        forget_megatron()
-        chunk, optimizer = full_state.resume_as(form, case, place, weights)
-        loaded = scale_of(optimizer)
-        again = stepped(case, chunk, optimizer, FOLLOWING, 4)
-        differing = differences(state, full_state.full_state(case, chunk, optimizer))
-        found.append((saved, loaded, whole == again, differing))
-        forget_megatron()
-    return found
-
-
 @pytest.mark.parametrize(
     ("form", "storage", "optimizer", "model"),
     [
@@ -87,15 +66,24 @@ def interrupted(case: Case, form: str, folder: Path) -> list[Any]:
         pytest.param("torch_dist", "sharded", "adam", SMALL, marks=pytest.mark.long),
     ],
 )
+@on_ranks(2)
 def test_a_scale_that_has_changed_goes_on(tmp_path, form, storage, optimizer, model):
     case = case_of(storage, optimizer, model)
-    for found in run_ranks(2, interrupted, case, form, tmp_path):
-        for (_, expected), (saved, loaded, same, differing) in zip(
-            HISTORIES.values(), found, strict=True
-        ):
-            assert saved == loaded == expected
-            assert same
-            assert not differing
+    for name, (signs, expected) in HISTORIES.items():
+        place = tmp_path / name
+        place.mkdir(exist_ok=True)
+        chunk, saved = build(case)
+        stepped(case, chunk, saved, signs, 0)
+        assert scale_of(saved) == expected
+        weights = full_state.write_as(form, case, chunk, saved, place)
+        whole = stepped(case, chunk, saved, FOLLOWING, 4)
+        state = full_state.full_state(case, chunk, saved)
+        forget_megatron()
+        chunk, loaded = full_state.resume_as(form, case, place, weights)
+        assert scale_of(loaded) == expected
+        assert stepped(case, chunk, loaded, FOLLOWING, 4) == whole
+        assert not differences(state, full_state.full_state(case, chunk, loaded))
+        forget_megatron()
 
 
 def saved_only(case: Case, folder: Path) -> None:

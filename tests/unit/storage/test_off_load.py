@@ -11,7 +11,7 @@ from torch import distributed
 from megatron_eopt.layouts import redistribution
 from megatron_eopt.optimizers.host_memory import HostMemory
 from megatron_eopt.testing.scene import forget_megatron
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.storage.full_state import (
     Case,
@@ -52,49 +52,43 @@ def trained(case: Case) -> tuple[dict[str, Any], Any]:
     return state, memory
 
 
-def at_all_fractions(case: Case, dtype: torch.dtype) -> list[tuple[list[str], Any]]:
-    """Return for each fraction what differs from the resident run, and what memory is used for."""
-    found = [trained(at(case, dtype, fraction)) for fraction in FRACTIONS]
-    return [(differences(found[0][0], state), memory) for state, memory in found]
-
-
 @pytest.mark.parametrize("dtype", mostly_long([torch.float32, torch.bfloat16], torch.bfloat16))
 @pytest.mark.parametrize("name", mostly_long(CASES, "muon"))
+@on_ranks(2, timeout=300)
 def test_ten_steps_equal_those_of_a_resident_run(name, dtype):
-    for found in run_ranks(2, at_all_fractions, CASES[name], dtype, timeout=300):
-        assert not any(differing for differing, _ in found)
-        resident, half, everything = (memory for _, memory in found)
-        moved = resident.state + (resident.main_weights if dtype != torch.float32 else 0)
-        # counters of steps stay, and statistics of rows, which are no part of fragments
-        assert 0.95 * moved <= everything.host <= moved
-        # whole tensors are chosen
-        assert 0.3 * moved <= half.host <= 0.5 * moved
-        for memory in (half, everything):
-            kept = memory.state + memory.main_weights + memory.host
-            assert kept == resident.state + resident.main_weights
-
-
-def resumed(case: Case, before: float, after: float, folder: str) -> list[str]:
-    """Return what differs if two of four steps follow a resumption at another fraction."""
-    dtype = torch.bfloat16
-    save([at(case, dtype, before)], folder)
-    found = load([at(case, dtype, after)], folder, further=2)
-    chunk, optimizer = build(at(case, dtype, 0.0))
-    steps(case, chunk, optimizer, 0, 4)
-    whole = full_state(case, chunk, optimizer)
-    return differences(whole, found[0]) if distributed.get_rank() == 0 else []
+    found = [trained(at(CASES[name], dtype, fraction)) for fraction in FRACTIONS]
+    assert not any(differences(found[0][0], state) for state, _ in found)
+    resident, half, everything = (memory for _, memory in found)
+    moved = resident.state + (resident.main_weights if dtype != torch.float32 else 0)
+    # counters of steps stay, and statistics of rows, which are no part of fragments
+    assert 0.95 * moved <= everything.host <= moved
+    # whole tensors are chosen
+    assert 0.3 * moved <= half.host <= 0.5 * moved
+    for memory in (half, everything):
+        kept = memory.state + memory.main_weights + memory.host
+        assert kept == resident.state + resident.main_weights
 
 
 @pytest.mark.parametrize(
     ("before", "after"), [(0.5, 1.0), pytest.param(1.0, 0.0, marks=pytest.mark.long)]
 )
+@on_ranks(2, timeout=300)
 def test_checkpoints_are_those_of_a_resident_run(tmp_path, before, after):
-    case = CASES["adamuon"]
-    assert run_ranks(2, resumed, case, before, after, str(tmp_path), timeout=300) == [[], []]
+    """Two of four steps follow a resumption at another fraction."""
+    case, dtype = CASES["adamuon"], torch.bfloat16
+    save([at(case, dtype, before)], tmp_path)
+    found = load([at(case, dtype, after)], tmp_path, further=2)
+    chunk, optimizer = build(at(case, dtype, 0.0))
+    steps(case, chunk, optimizer, 0, 4)
+    whole = full_state(case, chunk, optimizer)
+    assert distributed.get_rank() != 0 or not differences(whole, found[0])
 
 
-def recovered(case: Case, folder: str) -> list[str]:
-    """Return what differs if a step ends in an error and a checkpoint from before is loaded."""
+@pytest.mark.parametrize("name", ["muon", pytest.param("soap", marks=pytest.mark.long)])
+@on_ranks(2)
+def test_what_a_step_that_failed_had_brought_is_not_used(name, tmp_path):
+    """A step ends in an error, and a checkpoint from before is loaded."""
+    case = CASES[name]
     whole, broken = at(case, torch.bfloat16, 0.0), at(case, torch.bfloat16, 0.5)
     chunk, optimizer = build(whole)
     steps(whole, chunk, optimizer, 0, 4)
@@ -102,23 +96,19 @@ def recovered(case: Case, folder: str) -> list[str]:
     forget_megatron()
     chunk, optimizer = build(broken)
     steps(broken, chunk, optimizer, 0, 2)
-    write(broken, chunk, optimizer, folder)
+    write(broken, chunk, optimizer, tmp_path)
     steps(broken, chunk, optimizer, 2, 3)
     ends = patch.object(redistribution, "WaveBatch", side_effect=torch.OutOfMemoryError)
     with ends, pytest.raises(torch.OutOfMemoryError):
         steps(broken, chunk, optimizer, 3, 4)
-    resume(broken, folder, make=lambda *_: (chunk, optimizer))
+    resume(broken, tmp_path, make=lambda *_: (chunk, optimizer))
     steps(broken, chunk, optimizer, 2, 4)
-    return differences(expected, full_state(broken, chunk, optimizer))
+    assert not differences(expected, full_state(broken, chunk, optimizer))
 
 
-@pytest.mark.parametrize("name", ["muon", pytest.param("soap", marks=pytest.mark.long)])
-def test_what_a_step_that_failed_had_brought_is_not_used(name, tmp_path):
-    assert run_ranks(2, recovered, CASES[name], str(tmp_path)) == [[], []]
-
-
-def members_alone() -> int:
-    """Return how often off-loaded weights were replaced while they got gradients."""
+@on_ranks(1)
+def test_a_member_that_steps_alone_gives_gradients_to_off_loaded_weights():
+    """Off-loaded weights are replaced while they get gradients."""
     case = at(CASES["muon"], torch.bfloat16, 1.0)
     chunk, optimizer = build(case)
     inject(case.run, chunk, 0)
@@ -126,9 +116,5 @@ def members_alone() -> int:
     with patch.object(HostMemory, "stood_in_for", autospec=True, side_effect=stand_in) as calls:
         for member in optimizer.chained_optimizers:
             member.step()
-    return calls.call_count
-
-
-def test_a_member_that_steps_alone_gives_gradients_to_off_loaded_weights():
     # a GPU refuses a gradient on another device than its tensor; a CPU has one device only
-    assert run_ranks(1, members_alone) == [2]
+    assert calls.call_count == 2

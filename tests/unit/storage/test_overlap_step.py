@@ -18,6 +18,7 @@ from megatron_eopt.extending import MuonRule
 from megatron_eopt.optimizers.exchange import ParamWithGrad
 from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import forward_backward, synthetic_batch, tiny_gpt, wrap_ddp
 from tests.harness.tiers import mostly_long
@@ -213,24 +214,20 @@ def test_the_bits_are_those_of_a_step_after_communication(dtype, layout):
         assert every <= exchanges(before[0])[1] + 2 * windows
 
 
-def groups() -> tuple[set[str], set[str]]:
-    """Return the names of the groups of matrices, and of those that reduce gradients."""
+@on_ranks(2)
+def test_matrices_do_not_queue_with_reductions():
     initialize_megatron()
     chunk, optimizer = build(torch.float32, True, {})
     with pytest.MonkeyPatch.context() as patch:
         watch = Watch(chunk, optimizer, patch)
         forward_backward([chunk], [synthetic_batch(0)])
         optimizer.step()
-    reducing = [value for group in chunk.bucket_groups for value in vars(group).values()]
-    return watch.groups, {g.group_name for g in reducing if isinstance(g, dist.ProcessGroup)}
-
-
-def test_matrices_do_not_queue_with_reductions():
+    values = [value for group in chunk.bucket_groups for value in vars(group).values()]
+    reducing = {group.group_name for group in values if isinstance(group, dist.ProcessGroup)}
     # calls of one group run one after another, in NCCL
-    for of_matrices, reducing in run_ranks(2, groups):
-        assert len(of_matrices) == 1
-        assert reducing
-        assert not of_matrices & reducing
+    assert len(watch.groups) == 1
+    assert reducing
+    assert not watch.groups & reducing
 
 
 @pytest.mark.parametrize("dtype", mostly_long([torch.float32, torch.bfloat16], torch.bfloat16))

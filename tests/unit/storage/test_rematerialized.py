@@ -18,6 +18,7 @@ from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers.gradients import GradNorm
 from tests.harness import run_ranks
 from tests.harness.collectives import counted
+from tests.harness.each_rank import on_ranks
 from tests.harness.models import assert_same, copies_of
 from tests.unit.storage.full_state import (
     Case,
@@ -94,14 +95,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def cases_of(model: dict[str, Any], storage: dict[str, Any], names: list[str]) -> list[Case]:
+    ddp, config = storage.get("ddp", {}), EXACT | storage.get("config", {})
     return [
-        Case(
-            name.split()[0],
-            model,
-            ddp=storage.get("ddp", {}),
-            config=EXACT | OPTIMIZERS[name] | storage.get("config", {}),
-        )
-        for name in names
+        Case(name.split()[0], model, ddp=ddp, config=config | OPTIMIZERS[name]) for name in names
     ]
 
 
@@ -210,33 +206,23 @@ def test_state_in_the_order_of_rows_of_an_earlier_version_is_refused(tmp_path):
         assert "--no-load-optim" in error
 
 
-def collectives(case: Case) -> tuple[list[str], int]:
-    """Return those of a later step, and how many gather weights, which Megatron calls itself."""
+@pytest.mark.parametrize(
+    ("storage", "gathers"), [({}, 1), pytest.param(PLAIN, 0, marks=LONG)], ids=["sharded", "plain"]
+)
+@on_ranks(8, timeout=300)
+def test_a_step_has_at_most_four_collectives(storage, gathers):
+    """One for the norm, two for all matrices, and one of Megatron's, which gathers the weights."""
+    model = {**DENSE, "layers": 1, "hidden": 64, "vocabulary": 128}
+    config = {"clip_grad": 1.0, "muon_tp_mode": "exchange"} | storage
+    case = Case("muon", model, {"gtp": 2, "tp": 2}, ddp=storage, config=config)
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
     inject(case.run, chunk, 1)
     with counted() as calls:
         optimizer.step()
-    gathers = chunk.ddp_config.use_distributed_optimizer
-    return [name for name, *_ in calls], len(chunk.bucket_groups) if gathers else 0
-
-
-@pytest.mark.parametrize(
-    ("storage", "gathers"), [({}, 1), pytest.param(PLAIN, 0, marks=LONG)], ids=["sharded", "plain"]
-)
-def test_a_step_has_at_most_four_collectives(storage, gathers):
-    """One for the norm, two for all matrices, and one that gathers the weights."""
-    model = {**DENSE, "layers": 1, "hidden": 64, "vocabulary": 128}
-    config = {"clip_grad": 1.0, "muon_tp_mode": "exchange"} | storage
-    case = Case("muon", model, {"gtp": 2, "tp": 2}, ddp=storage, config=config)
-    found = run_ranks(8, collectives, case, timeout=300)
-    assert found == [(["all_reduce", "all_to_all_single", "all_to_all_single"], gathers)] * 8
-
-
-def refused(case: Case) -> str:
-    with pytest.raises(ConfigurationError) as error:
-        build(case)
-    return error.value.argument
+    assert [name for name, *_ in calls] == ["all_reduce", "all_to_all_single", "all_to_all_single"]
+    is_gathered = chunk.ddp_config.use_distributed_optimizer
+    assert (len(chunk.bucket_groups) if is_gathered else 0) == gathers
 
 
 @pytest.mark.parametrize(
@@ -244,7 +230,10 @@ def refused(case: Case) -> str:
     [("muon_overlap_dp_comm", OVERLAP), ("tp_mode", {})],
     ids=["overlap", "mode"],
 )
+@on_ranks(2)
 def test_what_needs_whole_slabs_is_refused(argument, ddp):
     config = {"muon_overlap_dp_comm": True} if ddp else {"muon_tp_mode": "blockwise"}
     case = Case("muon", parallel={"gtp": 2}, ddp=ddp, config=config)
-    assert run_ranks(2, refused, case) == [argument] * 2
+    with pytest.raises(ConfigurationError) as error:
+        build(case)
+    assert error.value.argument == argument
