@@ -18,7 +18,7 @@ from tests.functional.random_layouts.judge import config_of
 from tests.functional.random_layouts.models import Run, Weights, mark, modules
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import wrap_ddp
-from tests.unit.storage.runs import Slab
+from tests.unit.storage.runs import Slab, slab_at
 
 BUCKETS: dict[str, dict[str, Any]] = {
     "small": {"overlap_grad_reduce": True, "bucket_size": 1000},
@@ -56,7 +56,8 @@ class MegatronRun(Run):
         for param in parameters(self.draw):
             if param.expert is not None and param.expert not in mine:
                 continue
-            slab = self.slabs[param.name] = slab_of(param)
+            slab = slab_at(param.cut, param.halves, of_expert=param.expert is not None)
+            self.slabs[param.name] = slab
             tensor = nn.Parameter(slab.of(values(self.draw, param)).clone())
             mark(tensor, param, self.draw)
             self.params[param.name] = param, tensor
@@ -146,14 +147,3 @@ class MegatronRun(Run):
             for name, (_, tensor) in self.params.items():
                 tensor.copy_(loaded["model"][name])
         self.chain.load_state_dict(loaded["optimizer"])
-
-
-def slab_of(param: Parameter) -> Slab:
-    """Return the part that tensor parallelism gives this rank."""
-    if param.expert is None:
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        size = parallel_state.get_tensor_model_parallel_world_size()
-    else:
-        rank = parallel_state.get_expert_tensor_parallel_rank()
-        size = parallel_state.get_expert_tensor_parallel_world_size()
-    return Slab(param.cut if size > 1 else -1, rank, size, param.halves)

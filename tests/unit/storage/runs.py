@@ -6,7 +6,7 @@ So runs in any parallel layout do the same work as one process, up to rounding i
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -103,19 +103,25 @@ class Result:
 
 def slab_of(name: str, param: Any, gated: bool) -> Slab:
     cut = getattr(param, "tensor_model_parallel", False)
-    dim = param.partition_dim if cut else -1
-    if getattr(param, "allreduce", True):
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        size = parallel_state.get_tensor_model_parallel_world_size()
-    else:
-        rank = parallel_state.get_expert_tensor_parallel_rank()
-        size = parallel_state.get_expert_tensor_parallel_world_size()
     # tensor parallelism cuts gate and up each by itself
     halves = 2 if gated and "linear_fc1" in name else 1
-    cut = (0, 1, 0)
+    of_expert = not getattr(param, "allreduce", True)
+    slab = slab_at(param.partition_dim if cut else -1, halves, of_expert=of_expert)
     if getattr(param, "is_gtp_weight_remat", False):
-        cut = (param.group.rank(), param.group.size(), param.pad_length)
-    return Slab(dim if size > 1 else -1, rank, size, halves, *cut)
+        rank, size = param.group.rank(), param.group.size()
+        slab = replace(slab, piece=rank, pieces=size, padding=param.pad_length)
+    return slab
+
+
+def slab_at(dim: int, halves: int, *, of_expert: bool) -> Slab:
+    """Return the part that tensor parallelism gives this rank of a parameter that it cuts so."""
+    if of_expert:
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        size = parallel_state.get_expert_tensor_parallel_world_size()
+    else:
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        size = parallel_state.get_tensor_model_parallel_world_size()
+    return Slab(dim if size > 1 else -1, rank, size, halves)
 
 
 def global_name(name: str, model: dict[str, Any]) -> str:
