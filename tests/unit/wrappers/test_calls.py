@@ -2,7 +2,6 @@
 
 import inspect
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from megatron_eopt.config.settings import resolve
 from megatron_eopt.muon import get_megatron_muon_optimizer
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
 from tests.unit.contracts.callers import scheduler_of
@@ -70,14 +70,11 @@ def _through_the_old_entry_point() -> None:
     learns(chunk, optimizer)
 
 
-def _calls() -> None:
+@on_ranks(1)
+def test_calls_of_trainers_and_rl_frameworks():
     for call in (_as_the_trainer, _through_the_old_entry_point):
         call()
         forget_megatron()
-
-
-def test_calls_of_trainers_and_rl_frameworks():
-    run_ranks(1, _calls)
 
 
 def test_the_signature_is_megatrons():
@@ -88,7 +85,10 @@ def test_the_signature_is_megatrons():
     ]
 
 
-def _frozen(dtype: torch.dtype, sharded: bool, folder: str) -> bool:
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(1)
+def test_frozen_models_step_are_saved_and_loaded(dtype, sharded, tmp_path):
     initialize_megatron()
     model = tiny_gpt(layers=1, dtype=dtype).requires_grad_(False)
     chunk = wrap_ddp(model, use_distributed_optimizer=sharded)
@@ -96,20 +96,13 @@ def _frozen(dtype: torch.dtype, sharded: bool, folder: str) -> bool:
     config = muon_config(use_distributed_optimizer=sharded, **fields)
     optimizer = get_megatron_optimizer(config, [chunk])
     assert optimizer.is_stub_optimizer or sharded
-    done = optimizer.step()[0]
+    assert optimizer.step()[0] is True
     if not sharded:
         optimizer.load_state_dict(optimizer.state_dict())
     weights = chunk.sharded_state_dict()
-    checkpoints.save(weights | {"optimizer": optimizer.sharded_state_dict(weights)}, folder)
+    checkpoints.save(weights | {"optimizer": optimizer.sharded_state_dict(weights)}, tmp_path)
     state = {"optimizer": optimizer.sharded_state_dict(weights, is_loading=True)}
-    optimizer.load_state_dict(checkpoints.load(weights | state, folder)["optimizer"])
-    return done
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_frozen_models_step_are_saved_and_loaded(dtype, sharded, tmp_path):
-    assert run_ranks(1, _frozen, dtype, sharded, str(tmp_path)) == [True]
+    optimizer.load_state_dict(checkpoints.load(weights | state, tmp_path)["optimizer"])
 
 
 def _half_frozen_pipeline() -> tuple[list[str], bool]:
@@ -132,14 +125,11 @@ def test_a_stage_without_parameters_has_the_same_groups():
     assert first[1]
 
 
-def _dump(folder: str) -> list[str]:
-    chunk = model_on_one_rank()
-    get_megatron_optimizer(muon_config(), [chunk], dump_param_to_param_group_map=folder)
-    return [path.name for path in Path(folder).iterdir()]
-
-
+@on_ranks(1)
 def test_the_map_of_groups_is_written(tmp_path):
-    assert ".metadata" in run_ranks(1, _dump, str(tmp_path / "map"))[0]
+    place, chunk = tmp_path / "map", model_on_one_rank()
+    get_megatron_optimizer(muon_config(), [chunk], dump_param_to_param_group_map=str(place))
+    assert (place / ".metadata").exists()
 
 
 def test_dist_names_are_deprecated():

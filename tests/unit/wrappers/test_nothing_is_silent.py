@@ -18,6 +18,7 @@ from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.matrices import gated
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import assert_same, copies_of
 from tests.unit.storage.full_state import Case, build, full_state, steps
@@ -42,7 +43,10 @@ def case_of(storage: str, optimizer: str = "muon", **fields: Any) -> Case:
     return Case(optimizer, ddp=kept, config={**kept, **fields})
 
 
-def rebound(storage: str, dtype: torch.dtype) -> list[str]:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("storage", STORAGES)
+@on_ranks(1)
+def test_gradients_that_a_caller_assigns_are_stepped_with(storage, dtype):
     """Step with gradients where DDP keeps them, and with others that a caller assigns."""
     found = []
     for assigns in (False, True):
@@ -58,16 +62,11 @@ def rebound(storage: str, dtype: torch.dtype) -> list[str]:
         optimizer.step()
         found.append([param.detach().clone() for param in chunk.parameters()])
     pairs = zip(*found, chunk.named_parameters(), strict=True)
-    return [name for one, other, (name, _) in pairs if not torch.equal(one, other)]
+    assert not [name for one, other, (name, _) in pairs if not torch.equal(one, other)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("storage", STORAGES)
-def test_gradients_that_a_caller_assigns_are_stepped_with(storage, dtype):
-    assert run_ranks(1, rebound, storage, dtype) == [[]]
-
-
-def declared() -> None:
+@on_ranks(1)
+def test_declared_matrices_are_stepped_one_by_one_or_refused():
     """Build over a weight that is declared to be several matrices."""
     for storage, optimizer in itertools.product(STORAGES, ("muon", "soap", "lion")):
         chunk = make_chunk(case_of(storage).run)
@@ -80,10 +79,6 @@ def declared() -> None:
         else:
             groups = get_megatron_optimizer(config, [chunk]).param_groups
             assert {group["optimizer"] for group in groups} == {"adam", optimizer}
-
-
-def test_declared_matrices_are_stepped_one_by_one_or_refused():
-    run_ranks(1, declared)
 
 
 def alone(partial: bool) -> str:
@@ -132,14 +127,11 @@ def test_copies_of_an_own_loops_optimizer_are_refused():
     refuse_all(build_optimizer(nn.Linear(4, 4), config))
 
 
-def chains() -> None:
+@on_ranks(1)
+def test_copies_of_chains_are_refused():
     for case in (Case(), Case(**REPLICATED)):
         refuse_all(build(case)[1])
         forget_megatron()
-
-
-def test_copies_of_chains_are_refused():
-    run_ranks(1, chains)
 
 
 def test_a_hook_may_replace_the_state_dict():
@@ -175,9 +167,7 @@ CASES = {
 
 
 def at(name, dtype):
-    return replace(
-        CASES[name], model={**DENSE, "dtype": dtype}, ddp={"use_distributed_optimizer": False}
-    )
+    return replace(CASES[name], model={**DENSE, "dtype": dtype}, ddp=PLAIN)
 
 
 def trained(case, change):
@@ -205,15 +195,13 @@ def regroup(groups):
         groups.append({**groups[0], "params": [groups[0]["params"].pop()]})
 
 
-def in_all_ways(case):
-    return [trained(case, change) for change in (lambda _: None, move, regroup)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
+@on_ranks(1)
 def test_parameters_that_have_moved_are_clipped_stepped_measured_and_saved_as_before(name, dtype):
-    (want, wants), *others = run_ranks(1, in_all_ways, at(name, dtype))[0]
-    for got, gets in others:
+    want, wants = trained(at(name, dtype), lambda _: None)
+    for change in (move, regroup):
+        got, gets = trained(at(name, dtype), change)
         assert gets == pytest.approx(wants, rel=1e-3)
         assert want.keys() == got.keys()
         for key, value in want.items():
@@ -221,7 +209,11 @@ def test_parameters_that_have_moved_are_clipped_stepped_measured_and_saved_as_be
             torch.testing.assert_close(got[key], value, rtol=1e-2, atol=1e-4, msg=key)
 
 
-def stepped_with_a_new_one(case):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(1)
+def test_a_parameter_that_no_checkpoint_would_have_is_refused(name, dtype):
+    case = at(name, dtype)
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
     last = optimizer.chained_optimizers[-1].optimizer.param_groups[-1]
@@ -233,23 +225,13 @@ def stepped_with_a_new_one(case):
     assert_same(copies_of(chunk), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CASES)
-def test_a_parameter_that_no_checkpoint_would_have_is_refused(name, dtype):
-    run_ranks(1, stepped_with_a_new_one, at(name, dtype))
-
-
-def moved_to_the_next_group(number: int) -> str:
+@on_ranks(1)
+def test_fragments_that_have_moved_to_another_group_of_their_rule_are_refused():
+    """Ranks know by its group how to step what others hold of a weight."""
     chunk, optimizer = build(case_of("sharded"))
     groups = optimizer.chained_optimizers[0].optimizer.param_groups
-    moved = groups[number]["params"].pop()
-    groups[number + 1]["params"].append(moved)
+    assert [group["optimizer"] for group in groups[1:3]] == ["adam", "adam"]
+    groups[2]["params"].append(groups[1]["params"].pop())
     inject(Run("muon"), chunk, 0)
     with pytest.raises(ConfigurationError, match="not where they were"):
         optimizer.step()
-    return groups[number]["optimizer"] + groups[number + 1]["optimizer"]
-
-
-def test_fragments_that_have_moved_to_another_group_of_their_rule_are_refused():
-    """Ranks know by its group how to step what others hold of a weight."""
-    assert run_ranks(1, moved_to_the_next_group, 1) == ["adamadam"]

@@ -17,6 +17,7 @@ from megatron_eopt.base.names import GLOBAL_NAME_ATTRIBUTE
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.routing.model import route_model
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.models import assert_same, copies_of
 from tests.unit.storage.full_state import Case, resume, steps, write
 from tests.unit.storage.runs import MOE, OVERLAP, PLAIN, SHARDED, inject, make_chunk
@@ -42,9 +43,8 @@ def stepped(case: Case, to: str, fields: dict[str, Any]) -> tuple[dict[str, Any]
     for group in optimizer.param_groups:
         group["lr"] = 0.01
     steps(case, chunk, optimizer, 0, 2)
-    return copies_of(chunk), {
-        (group["optimizer"], group["max_lr"]) for group in optimizer.param_groups
-    }
+    rates = {(group["optimizer"], group["max_lr"]) for group in optimizer.param_groups}
+    return copies_of(chunk), rates
 
 
 @pytest.mark.parametrize(("sharded", "tp"), [(False, 2), (True, 1)], ids=["whole", "fragments"])
@@ -62,22 +62,17 @@ def test_muon_beside_adam_is_muon(sharded: bool, tp: int) -> None:
             torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def read_by_megatron_core() -> list[int]:
+@on_ranks(2)
+def test_megatron_core_reads_groups_of_distributed_adam() -> None:
     case = Case("adam")
     chunk, optimizer = built(case, None)
     inject(case.run, chunk, 0)
     optimizer.step()
-    config = OptimizerConfig(
-        optimizer="adam", lr=0.01, min_lr=0.001, use_distributed_optimizer=True
-    )
+    fields = {"lr": 0.01, "min_lr": 0.001, "use_distributed_optimizer": True}
+    config = OptimizerConfig(optimizer="adam", **fields)
     theirs = megatron_optimizer.get_megatron_optimizer(config, [make_chunk(case.run)])
     theirs.load_state_dict(optimizer.state_dict())
-    return [int(group["step"]) for group in theirs.param_groups]
-
-
-def test_megatron_core_reads_groups_of_distributed_adam() -> None:
-    for counts in run_ranks(2, read_by_megatron_core):
-        assert set(counts) == {1}
+    assert {int(group["step"]) for group in theirs.param_groups} == {1}
 
 
 NUMBERED = ("*.layers.3.self_attention.linear_proj.weight", "*.layers.1.*experts.2.linear_fc1.*")
@@ -93,18 +88,14 @@ def sent(case: Case) -> list[str]:
 
 @pytest.mark.parametrize("parallel", [{"pp": 2}, {"ep": 2}])
 def test_numbers_of_layers_and_experts_are_those_of_the_whole_model(parallel: Any) -> None:
-    parts = {"model": {**MOE, "layers": 4}, "ddp": {"use_distributed_optimizer": False}}
+    parts = {"model": {**MOE, "layers": 4}, "ddp": PLAIN}
     (whole,) = run_ranks(1, sent, Case(**parts))
     assert len(whole) == 2
     ranks = run_ranks(2, sent, Case(**parts, parallel=parallel))
     assert {name for rank in ranks for name in rank} == set(whole)
 
 
-TIED = {
-    "model": {"untied": False, "layers": 2},
-    "parallel": {"pp": 2},
-    "ddp": {"use_distributed_optimizer": False},
-}
+TIED = {"model": {"untied": False, "layers": 2}, "parallel": {"pp": 2}, "ddp": PLAIN}
 EMBEDDING = ParamKey(name="*word_embeddings.weight")
 
 
@@ -134,31 +125,25 @@ def with_own(case: Case, _: Any = None, **own: Any) -> tuple[Any, Any]:
     return chunk, get_megatron_optimizer(config, [chunk], overrides)
 
 
-def resumed(storage: dict[str, Any], folder: str) -> None:
+@pytest.mark.parametrize("storage", [PLAIN, SHARDED], ids=["replicated", "sharded"])
+@on_ranks(2)
+def test_a_resumed_run_is_an_uninterrupted_one(storage, tmp_path):
     """Compare a resumed run with an uninterrupted one."""
     case, make = Case(ddp=storage, config=storage), partial(with_own, momentum_dtype="int8")
     chunk, optimizer = make(case)
     steps(case, chunk, optimizer, 0, 2)
-    write(case, chunk, optimizer, folder)
+    write(case, chunk, optimizer, tmp_path)
     steps(case, chunk, optimizer, 2, 4)
-    other, its = resume(case, folder, dist_checkpointing.load, make=make)
+    other, its = resume(case, tmp_path, dist_checkpointing.load, make=make)
     steps(case, other, its, 2, 4)
     assert_same(copies_of(other), copies_of(chunk))
 
 
-@pytest.mark.parametrize("storage", [PLAIN, SHARDED], ids=["replicated", "sharded"])
-def test_a_resumed_run_is_an_uninterrupted_one(storage, tmp_path):
-    run_ranks(2, resumed, storage, str(tmp_path))
-
-
-def overlapped() -> str:
+@on_ranks(1)
+def test_rounded_momentum_cannot_overlap():
     flags = {"use_distributed_optimizer": True, "muon_overlap_dp_comm": True}
     case = Case(ddp=SHARDED | OVERLAP, config=flags | {"overlap_param_gather": True})
     with_own(case)
-    with pytest.raises(ConfigurationError) as caught:
+    text = "needs momentum_dtype='fp32' for all parameters"
+    with pytest.raises(ConfigurationError, match=text):
         with_own(case, momentum_dtype="int8")
-    return str(caught.value)
-
-
-def test_rounded_momentum_cannot_overlap():
-    assert "needs momentum_dtype='fp32' for all parameters" in run_ranks(1, overlapped)[0]
