@@ -16,7 +16,6 @@ from megatron.training.config.instantiate_utils import instantiate
 
 from megatron_eopt import ConfigurationTypeError, EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.bridge import BridgeOptimizerConfig
-from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
@@ -92,7 +91,8 @@ def test_provides_what_the_factory_builds_and_resumes_it(tmp_path):
     assert _steps(fresh, resumed, 2, 4) == went_on
 
 
-def _one_chunk_and_no_overrides() -> set[Any]:
+@on_ranks(1)
+def test_one_chunk_without_a_list_and_overrides_that_may_be_none():
     initialize_megatron()
     config = BridgeOptimizerConfig(**USERS)
     config.finalize()
@@ -105,12 +105,8 @@ def _one_chunk_and_no_overrides() -> set[Any]:
     )
     assert {group["max_lr"] for group in optimizer.param_groups} == {0.5}
     standard = config.provide(model_chunks=chunk, config_overrides=None)
-    return {group["wd_mult"] for group in standard.param_groups}
-
-
-def test_one_chunk_without_a_list_and_overrides_that_may_be_none():
     # None means megatron-core's overrides: no weight decay of biases
-    assert run_ranks(1, _one_chunk_and_no_overrides) == [{0.0, 1.0}]
+    assert {group["wd_mult"] for group in standard.param_groups} == {0.0, 1.0}
 
 
 def _sharded(chunk: Any, optimizer: Any, is_loading: bool) -> dict[str, Any]:

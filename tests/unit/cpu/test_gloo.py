@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.cpu.gloo import group_patches
-from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 
 
@@ -45,7 +44,11 @@ def _threads() -> list[str]:
     return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
 
 
-def _more_threads_of_ten_groups() -> tuple[int, int, float]:
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are looked up there")
+@pytest.mark.skipif(not group_patches(), reason="this torch has no function to replace")
+@on_ranks(2)
+def test_groups_share_a_network_thread_and_have_a_worker_each():
+    """Two workers of a group end in a crash: see Note [One worker thread a group]."""
     dist.barrier()  # the worker of all ranks' group has named itself once it has worked
     before = _threads()
     groups: list[Any] = [dist.new_group([0, 1]) for _ in range(10)]
@@ -56,14 +59,6 @@ def _more_threads_of_ten_groups() -> tuple[int, int, float]:
     network, workers = (
         after.count(name) - before.count(name) for name in ("gloo_tcp_loop", "pt_gloo_runloop")
     )
-    return network, workers, float(total[0])
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are looked up there")
-@pytest.mark.skipif(not group_patches(), reason="this torch has no function to replace")
-def test_groups_share_a_network_thread_and_have_a_worker_each():
-    """Two workers of a group end in a crash: see Note [One worker thread a group]."""
-    for network, workers, total in run_ranks(2, _more_threads_of_ten_groups):
-        assert (network, total) == (0, 1024.0)
-        # an earlier test's group may have come to its thread only now
-        assert workers < 20
+    assert (network, float(total[0])) == (0, 1024.0)
+    # an earlier test's group may have come to its thread only now
+    assert workers < 20

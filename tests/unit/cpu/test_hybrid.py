@@ -14,7 +14,6 @@ from megatron.core.transformer.module import Float16Module
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.cpu import check_supported
 from megatron_eopt.qk_clip import clip_qk
-from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import assert_same, synthetic_batch, tiny_gpt, train_step, wrap_ddp
@@ -22,11 +21,10 @@ from tests.unit.storage.full_state import Case, optimizer_over
 
 CLIP = {"qk_clip": True, "qk_clip_threshold": 0.01}
 ROPE = {"gated": True, "query_groups": 2, "position_embedding": "rope"}
+EXPERTS = {"experts": 4, "gated": True}
 CASES = {
     "gated, groups, QK-clip, TP 2": Case("muon", ROPE | CLIP, {"tp": 2}),
-    "experts, EP 2, bf16": Case(
-        "muon", {"experts": 4, "gated": True, "dtype": torch.bfloat16}, {"ep": 2}
-    ),
+    "experts, EP 2, bf16": Case("muon", EXPERTS | {"dtype": torch.bfloat16}, {"ep": 2}),
     "latent attention, DP 2": Case("soap", {"latent": True}),
     "tied, PP 2": Case("muon", ROPE | {"untied": False, "layers": 4}, {"pp": 2}),
 }
@@ -73,19 +71,16 @@ def test_it_trains_as_the_gpt_model_does(name):
         assert not torch.equal(weight, start[name]) or name.endswith("bias"), name
 
 
-def _refuse(pattern: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [("M*-", "Mamba layers.*mamba-ssm"), ("G-", "gated delta net layers.*flash-linear-attention")],
+)
+@on_ranks(1)
+def test_layers_of_gpu_kernels_name_their_package(pattern, message):
     initialize_megatron()
     config = tiny_gpt(hybrid=True).config
     config.num_layers = len(pattern)
     with pytest.raises(ValueError, match=message):
         HybridModel(config, hybrid_stack_spec, 32, 16, hybrid_layer_pattern=pattern)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [("M*-", "Mamba layers.*mamba-ssm"), ("G-", "gated delta net layers.*flash-linear-attention")],
-)
-def test_layers_of_gpu_kernels_name_their_package(pattern, message):
-    run_ranks(1, _refuse, pattern, message)
     with pytest.raises(ConfigurationError, match=message):
         check_supported(argparse.Namespace(hybrid_layer_pattern=pattern))

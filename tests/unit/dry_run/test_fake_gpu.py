@@ -10,6 +10,7 @@ import torch.distributed as dist
 from benchmarks.gpu_check.replay import figures
 from megatron_eopt.tools.dry_run import dry_world, report_of
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.fake_gpu import Waits, fake_gpu
 from tests.harness.tiers import mostly_long
 from tests.unit.dry_run.optimizers import BF16, FSDP2, dry_optimizer
@@ -93,7 +94,8 @@ def test_off_loaded_state_rests_on_the_host(name):
     assert reads <= NORM
 
 
-def mixing() -> tuple[list[str], set[str], str]:
+@on_ranks(1, cpu=False)
+def test_what_mixes_devices_or_waits_is_seen():
     dist.destroy_process_group()
     with dry_world(0, 2, cuda=fake_gpu()), Waits() as waits:
         there = torch.ones(3, device="cuda")
@@ -103,19 +105,19 @@ def mixing() -> tuple[list[str], set[str], str]:
         there.sum().item()
         with pytest.raises(RuntimeError) as refused:
             there.add(torch.ones(3))
-    return waits.crossings, waits.reads, str(refused.value)
+    assert waits.crossings == ["aten._to_copy.default"] * 2
+    assert waits.reads == {f"{__name__}.test_what_mixes_devices_or_waits_is_seen"}
+    assert "cuda:0" in str(refused.value)
+    assert "cpu" in str(refused.value)
 
 
-def test_what_mixes_devices_or_waits_is_seen():
-    crossings, reads, refused = run_ranks(1, mixing, cpu=False)[0]
-    assert crossings == ["aten._to_copy.default"] * 2
-    assert reads == {f"{__name__}.mixing"}
-    assert "cuda:0" in refused
-    assert "cpu" in refused
-
-
-def counted(world_size: int, case: Case) -> tuple[Any, Any]:
-    """Return what is counted on tensors of a CPU that stand for a GPU's, and on a GPU's."""
+@pytest.mark.parametrize(
+    "name", mostly_long(["muon, fragments", "adaptive_muon, plain"], "muon, fragments")
+)
+@on_ranks(1, cpu=False)
+def test_a_plan_counts_what_a_gpu_will_do(name):
+    """Compare what is counted on tensors of a CPU that stand for a GPU's, and on a GPU's."""
+    world_size, case = in_storage(name, clip_grad=1.0)
     dist.destroy_process_group()
     found = []
     for cuda in (None, fake_gpu()):
@@ -125,12 +127,4 @@ def counted(world_size: int, case: Case) -> tuple[Any, Any]:
             optimizer.step()
             # as text, since process groups end with the world
             found.append(list(map(str, figures(report_of(optimizer, give_gradients)))))
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize(
-    "name", mostly_long(["muon, fragments", "adaptive_muon, plain"], "muon, fragments")
-)
-def test_a_plan_counts_what_a_gpu_will_do(name):
-    planned, real = run_ranks(1, counted, *in_storage(name, clip_grad=1.0), cpu=False)[0]
-    assert planned == real
+    assert found[0] == found[1]

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import operator
 import re
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -38,35 +39,32 @@ def scripts_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def defaults(provider: Any) -> tuple[str, str, float]:
-    args = parsed([], provider)
-    return args.optimizer_defaults, args.muon_tp_mode, args.muon_momentum
-
-
-def trainers_help() -> str:
+@on_ranks(1)
+def test_the_trainers_help_is_printed_with_its_percent_signs():
     from megatron.training.arguments import add_megatron_arguments
 
     parser = argparse.ArgumentParser(prog="train", allow_abbrev=False)
     parser.add_argument("--good", default=3, help="half is 50%%, the usual %(default)s; %(prog)s")
     parser.add_argument("--hidden", help=argparse.SUPPRESS)
-    return megatron_lm.add_arguments(add_megatron_arguments(parser)).format_help()
-
-
-def test_the_trainers_help_is_printed_with_its_percent_signs():
-    (text,) = run_ranks(1, trainers_help)
+    text = megatron_lm.add_arguments(add_megatron_arguments(parser)).format_help()
     assert "--muon-tp-mode" in text
     assert "--moe-paged-stash-buffer-size-factor-cuda" in text
     assert "half is 50%, the usual 3; train" in text
     assert "--hidden " not in text
 
 
+defaults_of = operator.attrgetter("optimizer_defaults", "muon_tp_mode", "muon_momentum")
+
+
 @pytest.mark.tested_release
+@on_ranks(1)
 def test_a_script_that_does_not_know_us_gets_upstreams_defaults():
-    assert run_ranks(1, defaults, None) == [("megatron", "blockwise", 0.9)]
+    assert defaults_of(parsed([])) == ("megatron", "blockwise", 0.9)
 
 
+@on_ranks(1)
 def test_a_script_that_adds_our_flags_keeps_our_defaults():
-    assert run_ranks(1, defaults, megatron_lm.add_arguments) == [("recommended", "auto", 0.95)]
+    assert defaults_of(parsed([], megatron_lm.add_arguments)) == ("recommended", "auto", 0.95)
 
 
 @on_ranks(1)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_eopt import megatron_lm
-from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 
 FACTORY = ("config", "model_chunks", "config_overrides", "use_gloo_process_groups",
@@ -31,9 +30,8 @@ VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 def signature_problem(name: str, theirs: Callable[..., Any], ours: Callable[..., Any]) -> str:
     """Say what of a call to ``theirs`` that is documented ``ours`` would not take as meant."""
-    documented = [
-        p for p in inspect.signature(theirs).parameters.values() if p.kind not in VARIABLE
-    ]
+    known = inspect.signature(theirs).parameters.values()
+    documented = [p for p in known if p.kind not in VARIABLE]
     if name in DOCUMENTED:
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         documented = [inspect.Parameter(n, kind) for n in DOCUMENTED[name]]
@@ -52,23 +50,25 @@ def signature_problem(name: str, theirs: Callable[..., Any], ours: Callable[...,
     return f"{name}: {[p.name for p in documented]} became {taken}"
 
 
-def _signature_problems() -> tuple[int, list[str]]:
+@on_ranks(1)
+def test_signatures_begin_with_upstreams():
     found = [
         (name, theirs, ours) for _, name, theirs, ours in replaced()
         if callable(theirs) and name != "compile_helpers"
     ]  # fmt: skip
-    return len(found), [problem for case in found if (problem := signature_problem(*case))]
-
-
-def test_signatures_begin_with_upstreams():
-    ((count, problems),) = run_ranks(1, _signature_problems)
-    assert count > 18
-    assert problems == []
+    assert len(found) > 18
+    assert [problem for case in found if (problem := signature_problem(*case))] == []
 
 
 @pytest.mark.tested_release
+@on_ranks(1)
 def test_public_methods_and_fields_of_replaced_classes_exist():
-    (missing,) = run_ranks(1, _missing_attributes)
+    missing = {
+        name: gone
+        for _, name, theirs, ours in replaced()
+        if inspect.isclass(theirs)
+        if (gone := {a for a in dir(theirs) if not a.startswith("_") and not hasattr(ours, a)})
+    }
     assert missing == {
         # Upstream's way of moving whole parameters between ranks, which is not ours.
         "LayerWiseDistributedOptimizer": {
@@ -76,15 +76,6 @@ def test_public_methods_and_fields_of_replaced_classes_exist():
             "start_param_sync_for_bucket_group_subset",
         },
     }  # fmt: skip
-
-
-def _missing_attributes() -> dict[str, set[str]]:
-    return {
-        name: gone
-        for _, name, theirs, ours in replaced()
-        if inspect.isclass(theirs)
-        if (gone := {a for a in dir(theirs) if not a.startswith("_") and not hasattr(ours, a)})
-    }
 
 
 def objects() -> dict[tuple[str, str], int]:
@@ -148,9 +139,9 @@ class Plain(torch.optim.SGD):
     """An optimizer that a script of upstream's style brings along."""
 
 
-def _registers_in_upstreams_way() -> str:
+@on_ranks(1)
+def test_upstreams_way_to_register_an_optimizer_works():
     from megatron.core import optimizer as megatron_optimizer
-    from megatron.core.optimizer import OptimizerConfig
 
     from tests.harness.megatron import initialize_megatron
     from tests.harness.models import tiny_gpt, wrap_ddp
@@ -163,27 +154,18 @@ def _registers_in_upstreams_way() -> str:
             Plain, lambda optimizer, config=None: None, lambda config, chunks, groups: {"lr": 0.1}
         )
         try:
-            chain = megatron_optimizer.get_megatron_optimizer(
-                OptimizerConfig(optimizer="plain", lr=0.1), [chunk]
-            )
+            config = megatron_optimizer.OptimizerConfig(optimizer="plain", lr=0.1)
+            chain = megatron_optimizer.get_megatron_optimizer(config, [chunk])
         finally:
             del emerging._EMERGING_OPTIMIZERS["plain"]
-    return type(chain.chained_optimizers[0].optimizer).__name__
+    assert type(chain.chained_optimizers[0].optimizer).__name__ == "Plain"
 
 
-def test_upstreams_way_to_register_an_optimizer_works():
-    assert run_ranks(1, _registers_in_upstreams_way) == ["Plain"]
-
-
-def _own_factory() -> tuple[str, str]:
+@on_ranks(1)
+def test_what_is_left_to_upstreams_factory_still_finds_it():
     from megatron_eopt.wrappers import factory
 
     with megatron_lm.install():
         from megatron.core.optimizer import get_megatron_optimizer
-    return factory.megatrons_own_factory.__module__, get_megatron_optimizer.__module__
-
-
-def test_what_is_left_to_upstreams_factory_still_finds_it():
-    assert run_ranks(1, _own_factory) == [
-        ("megatron.core.optimizer", "megatron_eopt.wrappers.factory")
-    ]
+    assert factory.megatrons_own_factory.__module__ == "megatron.core.optimizer"
+    assert get_megatron_optimizer.__module__ == "megatron_eopt.wrappers.factory"

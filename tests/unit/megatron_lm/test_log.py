@@ -8,10 +8,12 @@ from unittest import mock
 
 from megatron_eopt.megatron_lm.log import TrainingLog, write_scalars
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 
 
-def written() -> list[list[Any]]:
-    """Return what a writer of TensorBoard and a run of W&B are called with."""
+@on_ranks(1)
+def test_both_writers_get_what_megatron_would_write():
+    """A writer of TensorBoard and a run of W&B."""
     from megatron.training import global_vars
 
     board, run = mock.Mock(spec=["add_scalar"]), mock.Mock(spec=["log"])
@@ -22,13 +24,9 @@ def written() -> list[list[Any]]:
         mock.patch.object(global_vars, "get_wandb_writer", return_value=run),
     ):
         write_scalars({"Adam/weight-rms": 0.5}, 10)
-    return [[each.args for each in it.call_args_list] for it in (board.add_scalar, run.log)]
-
-
-def test_both_writers_get_what_megatron_would_write():
-    board, run = run_ranks(1, written)[0]
-    assert board == [("Adam/weight-rms", 0.5, 10), ("Adam/weight-rms vs samples", 0.5, 80)]
-    assert run == [({"Adam/weight-rms": 0.5}, 10)]
+    expected = [("Adam/weight-rms", 0.5, 10), ("Adam/weight-rms vs samples", 0.5, 80)]
+    assert [each.args for each in board.add_scalar.call_args_list] == expected
+    assert [each.args for each in run.log.call_args_list] == [({"Adam/weight-rms": 0.5}, 10)]
 
 
 def shown(is_terminal: bool, prints: bool) -> tuple[list[int], str]:

@@ -13,6 +13,7 @@ from megatron_eopt.tools.dry_run import dry_world
 from megatron_eopt.tools.plan.architectures import Architecture
 from megatron_eopt.tools.plan.model import ParallelLayout, build_stage, stage_kinds, stages
 from tests.harness import models, run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
 
 DENSE = Architecture(
@@ -117,13 +118,6 @@ def test_equal_stages_are_found():
     assert stage_kinds(mixed, ParallelLayout(pipeline=8)) == [(0,), (1, 2, 4, 5), (3, 6), (7,)]
 
 
-def refusal(architecture: Architecture, layout: ParallelLayout) -> str:
-    dist.destroy_process_group()
-    with dry_world(0, layout.world_size), pytest.raises(ConfigurationError) as refused:
-        build_stage(architecture, layout)
-    return str(refused.value)
-
-
 @pytest.mark.parametrize(
     ("shape", "layout", "named"),
     [
@@ -138,5 +132,8 @@ def refusal(architecture: Architecture, layout: ParallelLayout) -> str:
         (changed(MIXED, **{**LATENT, "kv_lora_rank": 9}), ParallelLayout(tensor=2), "does not fit"),
     ],
 )
+@on_ranks(1, cpu=False)
 def test_layouts_that_do_not_fit_are_refused(shape, layout, named):
-    assert named in run_ranks(1, refusal, shape, layout, cpu=False)[0]
+    dist.destroy_process_group()
+    with dry_world(0, layout.world_size), pytest.raises(ConfigurationError, match=named):
+        build_stage(shape, layout)

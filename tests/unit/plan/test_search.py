@@ -12,13 +12,12 @@ import torch.distributed as dist
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.tools.plan import search as searching
-from megatron_eopt.tools.plan.architectures import Architecture
 from megatron_eopt.tools.plan.machine import MACHINES
 from megatron_eopt.tools.plan.model import ParallelLayout, least_bytes
 from megatron_eopt.tools.plan.planning import Plan, plan
 from megatron_eopt.tools.plan.search import layouts_of, search
 from megatron_eopt.tools.recipe import NAMES, recipe
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.plan.test_model import DENSE, LATENT, MIXED, changed
 
@@ -33,8 +32,16 @@ MODELS = {
 }
 
 
-def compared(architecture: Architecture, share: float) -> None:
+EVERY = itertools.product(MODELS, (1.5, 0.6))
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), mostly_long(EVERY, ("dense", 1.5), ("dense", 0.6), ("experts", 0.6))
+)
+@on_ranks(1, cpu=False, timeout=300)
+def test_a_search_finds_the_shortest_of_all_that_fit(name, share):
     """Compare what a search finds with what all layouts of 4 GPUs need and take."""
+    architecture = MODELS[name]
     dist.destroy_process_group()
     how: dict[str, Any] = {"optimizer": "muon", "lr": 0.01, "bf16": True}
     config = EmergingOptimizerConfig(**how, use_distributed_optimizer=True)
@@ -72,16 +79,6 @@ def compared(architecture: Architecture, share: float) -> None:
     assert found.best is not None
     assert found.best.spare == max(p.spare for p in near)
     assert found.best.iteration <= 1.01 * seconds[0]
-
-
-EVERY = itertools.product(MODELS, (1.5, 0.6))
-
-
-@pytest.mark.parametrize(
-    ("name", "share"), mostly_long(EVERY, ("dense", 1.5), ("dense", 0.6), ("experts", 0.6))
-)
-def test_a_search_finds_the_shortest_of_all_that_fit(name, share):
-    run_ranks(1, compared, MODELS[name], share, cpu=False, timeout=300)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -43,16 +43,11 @@ def peak(case: Case) -> int:
 
 
 def peaks(
-    optimizer: str,
-    ranks: int,
-    storage: bool,
-    model: dict[str, Any],
-    matrix_buffer_mb: float,
-    **fields: Any,
+    optimizer: str, ranks: int, storage: bool, model: dict[str, Any], **fields: Any
 ) -> list[int]:
     """Return the largest peak of any rank with two and with eight layers."""
     where = {"use_distributed_optimizer": storage}
-    config = {**where, "matrix_buffer_mb": matrix_buffer_mb, **fields}
+    config = {**where, "matrix_buffer_mb": WAVE_MB, **fields}
     parallel = {"ep": 2} if "experts" in model else {}
     cases = [
         Case(optimizer, {**model, "layers": layers}, parallel=parallel, ddp=where, config=config)
@@ -76,13 +71,13 @@ STORAGES = pytest.mark.parametrize(
     ids=["DP 2", "experts", "NorMuon replicated"],
 )
 def test_muons_step_holds_two_waves_and_the_iteration(optimizer, ranks, storage, model, fields):
-    found = peaks(optimizer, ranks, storage, model, WAVE_MB, **fields)
+    found = peaks(optimizer, ranks, storage, model, **fields)
     assert max(found) <= 2 * WAVE + ITERATION + BUFFERS
 
 
 @STORAGES
 def test_an_owners_step_holds_two_waves_and_what_its_optimizer_needs_for_one_matrix(storage):
-    few, many = peaks("soap", 2, storage, MODEL, WAVE_MB)
+    few, many = peaks("soap", 2, storage, MODEL)
     assert max(few, many) <= 2 * WAVE + 3 * LARGEST + 5 * FACTOR
     assert many <= few + BUFFERS
 
@@ -93,7 +88,7 @@ ROUNDING = 56 * (LARGEST // 4)
 
 @STORAGES
 def test_of_momentum_in_8_bits_no_more_than_a_wave_is_float32(storage):
-    few, many = peaks("muon", 2, storage, MODEL, WAVE_MB, muon_momentum_dtype="int8")
+    few, many = peaks("muon", 2, storage, MODEL, muon_momentum_dtype="int8")
     # the first wave's momenta, and one matrix that is rounded
     assert max(few, many) <= 3 * WAVE + ITERATION + ROUNDING + BUFFERS
     # eight layers fill their waves better; all that they have more in float32 is seven waves a rank
