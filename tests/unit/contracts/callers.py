@@ -20,7 +20,7 @@ from tests.harness.models import (
     tiny_gpt,
     wrap_ddp,
 )
-from tests.unit.storage.runs import SHARDED
+from tests.unit.storage.runs import FP16, SHARDED
 
 Between = Callable[[Any, Any], None]
 """Called with the optimizer and the wrapped model."""
@@ -44,17 +44,8 @@ STORAGES = {
     "layer-wise-soap": Storage({"optimizer": "soap"} | SHARDED, SHARDED),
 }
 
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "float32": {},
-    "bfloat16": {"bf16": True},
-    "float16": {
-        "fp16": True,
-        "initial_loss_scale": 64.0,
-        "min_loss_scale": 1.0,
-        "loss_scale_window": 2,
-        "hysteresis": 1,
-    },
-}
+PRECISIONS: dict[str, dict[str, Any]] = {"float32": {}, "bfloat16": {"bf16": True}}
+PRECISIONS["float16"] = FP16 | {"initial_loss_scale": 64.0}
 
 
 def build(storage: Storage, dtype: str = "float32", **fields: Any) -> tuple[Any, Any]:

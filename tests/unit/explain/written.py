@@ -14,16 +14,15 @@ from tests.unit.fsdp2.model import config, eager
 from tests.unit.fsdp2.model import train as train_fsdp2
 from tests.unit.storage.full_state import Case, build, full_state, steps, unwrapped
 from tests.unit.storage.full_state import write as write_checkpoint
-from tests.unit.storage.runs import DENSE
+from tests.unit.storage.runs import DENSE, REPLICATED
 
 BF16 = {**DENSE, "dtype": torch.bfloat16}
 TP = {"tp": 2}
-PLAIN = {"use_distributed_optimizer": False}
 CASES = {
     "muon": Case(model=BF16),
     "muon, TP": Case(parallel=TP),
-    "soap, TP, plain": Case("soap", parallel=TP, config=PLAIN, ddp=PLAIN),
-    "plain": Case(config=PLAIN, ddp=PLAIN),
+    "soap, TP, plain": Case("soap", parallel=TP, **REPLICATED),
+    "plain": Case(**REPLICATED),
     "buckets": Case("adam", form="dp_reshardable", stock=True),
 }
 

@@ -12,9 +12,9 @@ from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import config, cut, eager, far, stepped, weights
 from tests.unit.storage.full_state import Case, build, differences, full_state, steps
+from tests.unit.storage.runs import SHARDED
 
 MODEL = {"layers": 1, "hidden": 32, "heads": 4, "query_groups": 2}
-SHARDED = {"use_distributed_optimizer": True}
 OPTIMIZERS = {
     "muon": ("muon", {}),
     "muon in 8 bits": ("muon", {"muon_momentum_dtype": "int8"}),

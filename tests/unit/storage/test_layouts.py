@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -29,6 +30,11 @@ TOLERANCE = 2e-6
 
 STEPS = 10
 
+
+def in_two_instances(model: dict[str, Any], **parallel: int) -> Run:
+    return Run(model=model, parallel=parallel | INSTANCES["parallel"], ddp=INSTANCES["ddp"])
+
+
 LAYOUTS = {
     "dp 2": (2, Run()),
     "dp 4": (4, Run()),
@@ -41,21 +47,11 @@ LAYOUTS = {
     "moe, ep 2 x edp 2": (4, Run(model=MOE, parallel={"ep": 2})),
     "moe, tp 2 x ep 2, expert tp 2": (4, Run(model=MOE, parallel={"tp": 2, "ep": 2, "etp": 2})),
     "moe, dp 1 and expert dp 2": (4, Run(model=MOE, parallel={"tp": 4, "ep": 2, "etp": 1})),
-    "moe, ep 2, two instances": (
-        4,
-        Run(model=MOE, parallel={"ep": 2, "optimizer_instances": 2}, ddp=INSTANCES["ddp"]),
-    ),
+    "moe, ep 2, two instances": (4, in_two_instances(MOE, ep=2)),
     # tensor parallelism of the experts only, or of all other layers, the shared expert among them
     "shared experts, dp 4, expert tp 2": (4, Run(model=SHARED_EXPERTS, parallel={"etp": 2})),
     "shared experts, tp 2": (2, Run(model=SHARED_EXPERTS, parallel={"tp": 2, "etp": 1})),
-    "shared experts, tp 2, two instances": (
-        4,
-        Run(
-            model=SHARED_EXPERTS,
-            parallel={"tp": 2, "etp": 1, "optimizer_instances": 2},
-            ddp=INSTANCES["ddp"],
-        ),
-    ),
+    "shared experts, tp 2, two instances": (4, in_two_instances(SHARED_EXPERTS, tp=2, etp=1)),
 }
 
 

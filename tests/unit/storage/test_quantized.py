@@ -129,14 +129,10 @@ def reloaded(case: Case, folder: str) -> dict[str, Any]:
         return codes_of(resume(case, folder, make=make)[0])
 
 
-def whole(case: Case, folder: str) -> dict[str, torch.Tensor]:
-    return mains_of(*resume(case, folder))
-
-
 def test_8_bit_weights_load_at_another_cut_of_their_rows(tmp_path):
     case = quantized(CASES[0], "gathered")
     run_ranks(2, in_8_bits, [case], str(tmp_path))
-    main = run_ranks(1, whole, CASES[0], str(tmp_path / "0"))[0]
+    (main,) = run_ranks(1, loaded, [CASES[0]], str(tmp_path))[0]
     for found in run_ranks(2, reloaded, replace(case, parallel={"tp": 2}), str(tmp_path / "0")):
         assert len(found) == 4
         for name, (slab, code) in found.items():
