@@ -12,7 +12,7 @@ from rich.console import Console
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.tools.dry_run import Collective, dry_world, report_of
 from megatron_eopt.tools.plan.architectures import Architecture, from_flags
-from megatron_eopt.tools.plan.cost import Times, collective_seconds, times
+from megatron_eopt.tools.plan.cost import collective_seconds, times
 from megatron_eopt.tools.plan.machine import MACHINES
 from megatron_eopt.tools.plan.model import ParallelLayout, build_stage
 from megatron_eopt.tools.plan.planning import plan
@@ -20,6 +20,7 @@ from megatron_eopt.tools.plan.tables import Sources, as_dict, show_plan
 from megatron_eopt.tools.recipe import recipe
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.plan.test_model import DENSE, MIXED, changed
 
@@ -146,8 +147,9 @@ def test_where_ranks_outnumber_matrices_teams_have_less_to_do(name, layout, reco
     assert predicted > 1.1
 
 
-def exposures(*flops: float) -> list[tuple[int, int, Times]]:
-    """Return the numbers of exchanges and of waves, and times, by the GPU's peak FLOP/s."""
+@on_ranks(1, cpu=False)
+def test_waves_hide_what_travels_behind_work():
+    """By a slow and by a fast GPU."""
     dist.destroy_process_group()
     config = EmergingOptimizerConfig(optimizer="muon", matrix_buffer_mb=0.004, **SHARDED)
     with dry_world(0, 4):
@@ -156,19 +158,14 @@ def exposures(*flops: float) -> list[tuple[int, int, Times]]:
         # each way takes one second, whatever travels
         gpu = replace(MACHINES["H100"], latency=1.0, link=1e30, network=1e30)
         waves = sum(len(schedule.plan.waves) for _, schedule in report.schedules)
-        found = [times(report, replace(gpu, flops=each)) for each in flops]
-    return [(len(report.schedules), waves, each) for each in found]
-
-
-def test_waves_hide_what_travels_behind_work():
-    slow, fast = run_ranks(1, exposures, 1.0, 1e30, cpu=False)[0]
-    schedules, waves, hidden = slow
+        slow, fast = (times(report, replace(gpu, flops=flops)) for flops in (1.0, 1e30))
+    schedules = len(report.schedules)
     assert waves > 2 * schedules
-    assert hidden.travel == pytest.approx(2 * waves)
+    assert slow.travel == pytest.approx(2 * waves)
     # the first way in and the last one out are seen
-    assert hidden.exposed == pytest.approx(2 * schedules)
+    assert slow.exposed == pytest.approx(2 * schedules)
     # nothing to compute meanwhile: ways out hide behind the next ways in
-    assert fast[2].exposed == pytest.approx(waves + schedules)
+    assert fast.exposed == pytest.approx(waves + schedules)
 
 
 def test_collectives_take_latency_and_the_slower_link():
