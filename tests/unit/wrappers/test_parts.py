@@ -1,18 +1,24 @@
 """A storage of plain tensors says which part of each parameter a rank has, and in which group."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import param_is_not_shared
+from megatron.core.transformer import TransformerConfig
 from torch import distributed, nn
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.contrib.declared_boxes import build_sharded
 from megatron_eopt.extending import register_storage
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.matrices import gated, whole
 from megatron_eopt.testing import conformance
 from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
+from tests.harness.megatron import initialize_megatron
+from tests.harness.models import wrap_ddp
 
 
 @register_storage
@@ -140,3 +146,27 @@ def test_a_part_is_not_taken_for_a_whole_parameter():
 
     for way in (build, lambda config, model: build_optimizer(model, config)):
         refused(lambda rank: ((4 * rank, 0), (8, 6)), way, "is only a part of the parameter")
+
+
+@pytest.mark.parametrize(
+    ("layer", "declared", "refused"),
+    [
+        (nn.Linear(4, 8), None, False),
+        (nn.Linear(4, 8), whole((8, 4)), False),
+        (nn.Linear(4, 8), gated((8, 4)), True),
+        (nn.Conv2d(2, 4, 2), whole((4, 8)), True),
+    ],
+    ids=["none", "one matrix", "two", "a folded one"],
+)
+@on_ranks(1)
+def test_an_optimizer_that_does_not_split_refuses_declared_matrices(layer, declared, refused):
+    initialize_megatron()
+    model = nn.ModuleDict({"layer": layer})
+    model.config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+    if declared is not None:
+        layer.weight.eopt_split = declared
+    chunk = wrap_ddp(model, use_distributed_optimizer=False)
+    config = EmergingOptimizerConfig(optimizer="soap", use_distributed_optimizer=False)
+    told = pytest.raises(ConfigurationError, match="soap does not split parameters without")
+    with told if refused else nullcontext():
+        get_megatron_optimizer(config, [chunk])
