@@ -1,10 +1,12 @@
 """What a checkpoint has, from its metadata and without its tensors."""
 
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing import ShardedTensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.checkpoint.catalogue import Catalogue, Saved, by_key, read_catalogue
+from megatron_eopt.checkpoint.saved_state import StateValue
 from megatron_eopt.state.groups import BY_PARAMETER
 
 
@@ -134,3 +137,24 @@ def test_megatron_cores_format(tmp_path):
     }
     assert not catalogue.settings
     assert not catalogue.bucket_common
+
+
+@pytest.mark.parametrize("chain", ["", "chained_1."])
+def test_a_value_says_how_the_checkpoints_differs(chain):
+    key = "optimizer.state.exp_avg.w"
+    piece = ShardedTensor.from_rank_offsets(key, torch.zeros(2, 3), (0, 1, 2))
+    value = StateValue(None, "exp_avg", (piece, piece), flat=torch.zeros(6))
+
+    def has(shape: tuple[int, ...] | None, dtype: torch.dtype | None = None) -> Catalogue:
+        saved = Saved("exp_avg", "w", shape, dtype, chain=chain)
+        return Catalogue("torch_dist", {"other": Saved(None, "other"), chain + key: saved})
+
+    assert value.misfit_in(has((3, 3))) == "of shape (3, 3) must have shape (4, 3)"
+    assert value.misfit_in(has((4, 3))).startswith("is of other matrices, or of another")
+    assert value.misfit_in(has(None)).startswith("is of other matrices, or of another")
+    converted = [torch.bfloat16, torch.float32]
+    assert [*map(list, value.dtypes_in(has((4, 3), torch.bfloat16)))] == [converted]
+    assert not [*value.dtypes_in(has((4, 3), torch.float32))]
+    assert not [*value.dtypes_in(has((4, 3)))]
+    # what is not cut like its parameter may have any dtype
+    assert not [*replace(value, flat=None).dtypes_in(has((4, 3), torch.bfloat16))]
