@@ -45,15 +45,19 @@ def rates(output):
 
 @pytest.mark.long
 @pytest.mark.parametrize("storage", [["--bf16"], ["--bf16", "--use-distributed-optimizer"], []])
-def test_rows_are_cut_once_more_from_one_run_to_the_next(tmp_path, storage):
-    """Weight rematerialization over two ranks, over none, and over two again."""
+def test_rows_are_cut_as_in_the_run_that_is_continued(tmp_path, storage):
+    """Weight rematerialization over two ranks, in all runs."""
     flags = ["--optimizer", "muon", *storage, "--untie-embeddings-and-output-weights"]
     flags += ["--hidden-dropout", "0", "--attention-dropout", "0", "--swiglu"]
     files = ["--save", str(tmp_path), "--load", str(tmp_path)]
     files += ["--save-interval", "2", "--exit-interval", "2"]
     expected = numbers(train(*flags))
-    for stop, shards in ((2, "2"), (4, "1"), (6, "2")):
-        its = numbers(train(*flags, *files, "--tensor-parallel-num-weight-shards", shards))
+    over_two = ["--tensor-parallel-num-weight-shards", "2"]
+    for stop in (2, 4, 6):
+        its = numbers(train(*flags, *files, *over_two))
         # Megatron prints the mean over all steps before the first line
         last = sum(expected[stop - 2 : stop]) / 2 if stop > 2 else expected[1]
         assert its[-1] == pytest.approx(last, rel=2e-3)
+        if stop == 2:
+            with pytest.raises(RankError, match=r"over 2 ranks .* and this run has 1 and 1"):
+                train(*flags, *files)
