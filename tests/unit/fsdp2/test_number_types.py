@@ -97,6 +97,20 @@ def test_mixed_models_are_stepped_as_by_torch(kinds, kind, saved_at):
         assert distance <= TOLERANCES.get(param.dtype, 1e-13)
 
 
+@eager
+def test_a_gradient_may_be_a_lazy_conjugate():
+    """As torch's autograd returns some, and copies none."""
+    found = []
+    for lazy in (True, False):
+        model = Parameters([((3, 4), torch.complex64)])
+        grad = torch.randn(3, 4, dtype=torch.complex64, generator=torch.manual_seed(1)).conj()
+        (param,) = model.parameters()
+        param.grad = grad if lazy else grad.resolve_conj()
+        build_optimizer(model, fields_of("AdamW"), DECAYED).step()
+        found.append(param.detach())
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "adaptive_muon", "lion", "laprop"])
 @eager
 def test_float64_weights_keep_their_digits(optimizer):
