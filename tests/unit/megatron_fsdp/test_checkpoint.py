@@ -1,5 +1,6 @@
 """State in format ``fsdp_dtensor``: written, read into another strategy and number of ranks."""
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,8 @@ from megatron_eopt.checkpoint.keys import Saved
 from megatron_eopt.state.groups import BY_PARAMETER
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
-from tests.harness.models import synthetic_batch
+from tests.harness.each_rank import on_ranks
+from tests.harness.models import assert_same, synthetic_batch
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import eager
 from tests.unit.megatron_fsdp.runs import make_chunk, make_optimizer, stepped, weights
@@ -148,6 +150,27 @@ def storage_of(*readers: tuple[str, dict[str, Any], set[str]], steps: int = 0) -
         for name, group, optional in readers
     ]
     return SimpleNamespace(assigned=assigned, steps=steps, _param_name=lambda name: name)
+
+
+@on_ranks(2)
+@eager
+def test_a_state_dict_is_loaded_too():
+    run = Run()
+    chunk = make_chunk(run)
+    optimizer = make_optimizer(run, chunk)
+
+    def momenta() -> dict[str, torch.Tensor]:
+        state = optimizer.chained_optimizers[0].optimizer.state.values()
+        found = (value.get("momentum_buffer") for value in state)
+        return {str(n): t.to_local().clone() for n, t in enumerate(found) if t is not None}
+
+    stepped(run, chunk, optimizer, 0, 2)
+    saved, before = copy.deepcopy(optimizer.state_dict()), momenta()
+    stepped(run, chunk, optimizer, 2, 4)
+    assert not all(torch.equal(now, before[name]) for name, now in momenta().items())
+    optimizer.load_state_dict(saved)
+    assert_same(momenta(), before)
+    assert optimizer.chained_optimizers[0].steps == 2
 
 
 ADAM = {"optimizer": "adam", "lr": 1}
