@@ -200,12 +200,14 @@ def sharded_like_weights(
 ) -> dict[str, Tensor]:
     """Return main weights and state that are sharded like the parameter, by kind."""
     # momentum of 8 or 16 bits is saved in the form of float32 momentum
+    main = update_rule.shards[number].main
+    assert main is not None
     tensors = update_rule.saved_form(number, storage.tensors_of(update_rule.shards[number]))
-    return {
-        kind: value
-        for kind, value in tensors.items()
-        if kind in MAIN_KINDS or (kind != STEP and update_rule.is_sharded_like_param(kind, value))
-    }
+
+    def is_cut(kind: str, value: Any) -> bool:
+        return kind != STEP and update_rule.is_sharded_like_param(kind, value, main)
+
+    return {k: value for k, value in tensors.items() if k in MAIN_KINDS or is_cut(k, value)}
 
 
 def unsharded_state_of(

@@ -105,7 +105,7 @@ class AdaMuonRule(AdaptiveMuonRule):
         }
         self._lasting = [tensor for one in self._stored.values() for tensor in one.tensors]
 
-    def is_sharded_like_param(self, kind: str, value: Any) -> bool:
+    def is_sharded_like_param(self, kind: str, value: Any, param: Tensor) -> bool:
         """Whether a state has a number for each of the parameter's."""
         return kind in (MOMENTUM, MOMENT2)
 
@@ -154,7 +154,7 @@ class MatrixMomentRule(AdaptiveMuonRule):
         # decays of the statistics, and the same on the device
         self._decays: tuple[list[float], Tensor] = [], torch.empty(0)
 
-    def is_sharded_like_param(self, kind: str, value: Any) -> bool:
+    def is_sharded_like_param(self, kind: str, value: Any, param: Tensor) -> bool:
         """Whether a state has a number for each of the parameter's."""
         return kind == MOMENTUM
 

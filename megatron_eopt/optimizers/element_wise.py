@@ -185,9 +185,9 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
 class LocalShardRule(ElementWiseRule):
     """Runs any other optimizer on whole parameters, or on each tensor-parallel slab separately."""
 
-    def is_sharded_like_param(self, kind: str, value: Any) -> bool:
-        """Whether a state value is known to have one element per element of the parameter."""
-        return kind in ELEMENT_WISE_STATE and super().is_sharded_like_param(kind, value)
+    def is_sharded_like_param(self, kind: str, value: Any, param: Tensor) -> bool:
+        """Whether a state value is known to have an element for each of the tensor's."""
+        return kind in ELEMENT_WISE_STATE and super().is_sharded_like_param(kind, value, param)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters."""
@@ -203,7 +203,7 @@ class LocalShardRule(ElementWiseRule):
             ranks = self.shards[number].ranks
             slab = (ranks.rank, ranks.size) if ranks.size > 1 else None
             for kind, value in state[param].items():
-                if kind != STEP and not self.is_sharded_like_param(kind, value):
+                if kind != STEP and not self.is_sharded_like_param(kind, value, param):
                     for path, leaf in leaves(value, (kind,)):
                         yield UnshardedState(
                             number, 0, path, leaf, slab=slab, container=state[param]

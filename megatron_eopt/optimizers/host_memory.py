@@ -52,7 +52,7 @@ class HostMemory:
         params: Tensors whose state is kept there.
         weights: Those of ``params`` that are kept there themselves.
         settings: How they are copied to the device.
-        is_kept: Whether a state value ``(kind, value)`` is kept there; by default all are.
+        is_kept: Whether a state value ``(kind, value, param)`` is kept there; by default all are.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class HostMemory:
         params: Iterable[Tensor] = (),
         weights: Iterable[Tensor] = (),
         settings: OffloadSettings | None = None,
-        is_kept: Callable[[str, Any], bool] | None = None,
+        is_kept: Callable[[str, Any, Tensor], bool] | None = None,
     ) -> None:
         settings = settings or OffloadSettings()
         self.params = frozenset(params)
         self.weights = frozenset(weights)
-        self._is_kept = is_kept or (lambda kind, value: True)
+        self._is_kept = is_kept or (lambda kind, value, param: True)
         self._device = torch.device(settings.device)
         self._chunk_bytes = settings.chunk_bytes
         self._pinned = self._device.type == "cuda"
@@ -232,7 +232,7 @@ class HostMemory:
             yield (), param.data
         for path, value in leaves(state.get(param, {})):
             # tensors without dimensions are step counters
-            if isinstance(value, Tensor) and value.dim() and self._is_kept(path[0], value):
+            if isinstance(value, Tensor) and value.dim() and self._is_kept(path[0], value, param):
                 yield path, value
 
     def _fits(self, home: Tensor, value: Tensor) -> bool:

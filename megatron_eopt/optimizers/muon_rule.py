@@ -185,9 +185,9 @@ class MuonRule(UpdateRule):
         }
         self.rounding.write(range(len(self.shards)), loaded, nearest=True)
 
-    def is_sharded_like_param(self, kind: str, value: Any) -> bool:
-        """Whether a state value has one element per element of the parameter."""
-        return kind != MOMENTUM_SCALE and super().is_sharded_like_param(kind, value)
+    def is_sharded_like_param(self, kind: str, value: Any, param: Tensor) -> bool:
+        """Whether a state value has an element for each of the tensor's."""
+        return kind != MOMENTUM_SCALE and super().is_sharded_like_param(kind, value, param)
 
     @torch.no_grad()
     def step(

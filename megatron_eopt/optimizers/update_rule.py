@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
-from megatron_eopt.base.names import ELEMENT_WISE_STATE, STEP
+from megatron_eopt.base.names import STEP
 from megatron_eopt.base.nested_state import put
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.optimizers.exchange import MatrixExchange
@@ -221,9 +221,16 @@ class UpdateRule:
         """Update the parameters of ``groups``; collective."""
         raise NotImplementedError
 
-    def is_sharded_like_param(self, kind: str, value: Any) -> bool:
-        """Whether a state value has one element per element of the parameter."""
-        return isinstance(value, Tensor) and (value.dim() > 0 or kind in ELEMENT_WISE_STATE)
+    def is_sharded_like_param(self, kind: str, value: Any, param: Tensor) -> bool:
+        """Whether a state value, other than a step count, has an element for each of the tensor's.
+
+        Args:
+            kind: The kind of state.
+            value: The value.
+            param: The tensor that is stepped.
+        """
+        # a parameter that is a single number may have no dimensions, and neither has its state
+        return isinstance(value, Tensor) and (value.dim() > 0 or param.dim() == 0)
 
     def unsharded_state(
         self, groups: Sequence[ParamGroup], state: State

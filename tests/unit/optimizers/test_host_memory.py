@@ -64,7 +64,7 @@ def kept():
         },
         other: {"momentum": torch.zeros(4)},
     }
-    memory = HostMemory([weight], [weight], is_kept=lambda kind, value: kind != "codes")
+    memory = HostMemory([weight], [weight], is_kept=lambda kind, *_: kind != "codes")
     return memory, weight, other, state
 
 
