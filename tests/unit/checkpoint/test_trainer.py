@@ -261,3 +261,68 @@ def test_layers_of_gpt_are_no_layers_of_a_hybrid_model(run, optimizer, loads_sta
                 read()
         else:
             assert read() == ("layers", loads_state)
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted", "matched"),
+    [
+        ("fsdp_dtensor", {"optimizer": {"state": 1}}, [{"state": 1}]),
+        ("fsdp_dtensor", {"model": 1}, []),
+        ("fsdp_dtensor", None, []),
+        ("torch_dist", {"optimizer": {"state": 1}}, []),
+    ],
+)
+def test_state_in_the_format_of_fsdp_is_matched_before_it_is_read(
+    run, monkeypatch, form, wanted, matched
+):
+    run.ckpt_format, found = form, []
+    monkeypatch.setattr(trainer, "_match_fsdp_dtensor", lambda _, state: found.append(state))
+
+    def load(load_dir: str, args: Namespace, sharded_state_dict: Any = None) -> list[Any]:
+        return [*found]
+
+    assert trainer._matching_fsdp_dtensor(load)(run.load, run, wanted) == matched
+
+
+@pytest.mark.parametrize(("rank0", "wanted"), [(True, None), (False, {"model": 1}), (False, None)])
+def test_state_is_matched_before_it_is_read(run, tmp_path, monkeypatch, rank0, wanted):
+    folder, found = write(tmp_path, 2), []
+    monkeypatch.setattr(trainer, "match", lambda *values: found.append(values))
+    monkeypatch.setattr(trainer, "read_common_state", lambda *values: found.append(values))
+
+    def load(
+        load_dir: str,
+        args: Any,
+        rank0: bool,
+        sharded_state_dict: Any,
+        iteration: int,
+        release: bool,
+    ) -> list[Any]:
+        return [*found]
+
+    expected = [(folder,)] if rank0 else [(wanted, folder)] if wanted else []
+    load = trainer._matching_torch_dist(load)
+    assert load(run.load, run, rank0, wanted, 2, False) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "rate"),
+    [
+        (None, 0.3),
+        ({}, 0.3),
+        ({"use_checkpoint_opt_param_scheduler": False}, 0.3),
+        ({"use_checkpoint_opt_param_scheduler": True}, 0.2),
+    ],
+    ids=["no scheduler", "one without the flag", "off", "on"],
+)
+def test_only_a_scheduler_that_asks_for_them_gets_the_checkpoints_rates(fields, rate):
+    steps: list[int] = []
+    scheduler = None if fields is None else SimpleNamespace(step=steps.append, **fields)
+    group = {"max_lr": 0.3, "params": []}
+    storage = Stored()
+    storage.loaded_groups = storage.twins = [{"max_lr": 0.2}]
+    chain = SimpleNamespace(chained_optimizers=[storage], param_groups=[group])
+    with trainer._rates_kept(chain, scheduler):
+        group["max_lr"] = 0.1  # the trainer's, which it writes into all groups
+    assert group["max_lr"] == rate
+    assert steps == ([] if scheduler is None else [0])
