@@ -6,7 +6,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,7 +48,7 @@ class Contexts:
         return {file for file in files if shared.search(Path(ROOT, file).read_text())}
 
     def tests_of(self, change: Change) -> list[Timed]:
-        """Return the tests that execute a change, fastest first.
+        """Return the tests that execute a change: the fastest of each file, then the next ones.
 
         With lines that are executed while modules are imported, also the unit tests of the room.
 
@@ -67,7 +68,17 @@ class Contexts:
         if is_in(self.before):
             room = f"tests/unit/{change.room}/"
             found |= {test for test in self.tests if test.name.startswith(room)}
-        return sorted(found, key=lambda test: (test.seconds, test.name))
+        return in_turns(found)
+
+
+def in_turns(tests: Iterable[Timed]) -> list[Timed]:
+    """Return the fastest test of each file, then the second ones: tests of a file look alike."""
+    asked: Counter[str] = Counter()
+    turns = []
+    for test in sorted(tests, key=lambda test: (test.seconds, test.name)):
+        turns.append((asked[file_of(test)], test.seconds, test))
+        asked[file_of(test)] += 1
+    return [test for *_, test in sorted(turns)]
 
 
 def file_of(test: Timed) -> str:

@@ -48,7 +48,7 @@ def tried(change: Change, tests: Sequence[Timed], folder: Path, limit: float) ->
     start, verdict = time.monotonic(), None
     chosen = within(tests, limit)
     first = within(chosen, FIRST_S)
-    for batch in (first, chosen[len(first) :]):
+    for batch in (first, [test for test in chosen if test not in first]):
         if batch and verdict is None:
             with put_in(change, folder):
                 verdict = noticed_by(batch, folder)
@@ -72,13 +72,13 @@ def digest_of_tests(tests: Sequence[Timed]) -> str:
 
 
 def within(tests: Sequence[Timed], limit: float) -> Sequence[Timed]:
-    """Return the first of these tests that take so many seconds; at least one."""
-    total = 0.0
-    for index, test in enumerate(tests):
-        total += test.seconds
-        if total > limit and index:
-            return tests[:index]
-    return tests
+    """Return the first of these tests that fit into so many seconds together; at least one."""
+    chosen, total = [*tests[:1]], sum(test.seconds for test in tests[:1])
+    for test in tests[1:]:
+        if total + test.seconds <= limit:
+            chosen.append(test)
+            total += test.seconds
+    return chosen
 
 
 def noticed_by(tests: Sequence[Timed], folder: Path) -> str | None:

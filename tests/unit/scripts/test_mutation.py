@@ -10,7 +10,7 @@ from megatron_eopt.layouts import Layout
 from scripts.mutation import trial
 from scripts.mutation.__main__ import drawn
 from scripts.mutation.changes import ROOT, Change, changes_of, core_files, room_of
-from scripts.mutation.contexts import Contexts, Timed
+from scripts.mutation.contexts import Contexts, Timed, in_turns
 from scripts.mutation.lines import Followed
 from scripts.mutation.recorder import executed
 from scripts.mutation.report import interval, report
@@ -118,7 +118,13 @@ def known(before=(), **lines):
     return Contexts({FILE: "digest"}, {FILE: before}, tests)
 
 
-def test_tests_that_execute_a_line_are_asked_fastest_first(monkeypatch):
+def test_the_fastest_of_each_file_are_asked_first():
+    names = ("x::a", "x::b", "y::c", "x::d")
+    a, b, c, d = (Timed(f"tests/{name}", seconds) for seconds, name in enumerate(names))
+    assert in_turns([d, b, c, a]) == [a, c, b, d]
+
+
+def test_tests_that_execute_a_line_are_asked(monkeypatch):
     monkeypatch.setattr(Contexts, "sharing", set())
     assert known(fast=[9, 13]).tests_of(CHANGE) == []
     assert known(fast=[9, 11], slow=[12]).tests_of(CHANGE) == [FAST, SLOW]
@@ -138,6 +144,7 @@ def test_time_bounds_the_tests():
     assert within([FAST, SLOW], 31) == [FAST, SLOW]
     assert within([FAST, SLOW], 30) == [FAST]
     assert within([SLOW, SLOW], 1) == [SLOW]
+    assert within([FAST, SLOW, FAST], 10) == [FAST, FAST]  # what does not fit is left out
 
 
 @pytest.mark.parametrize(
