@@ -12,6 +12,7 @@ from scripts.mutation import contexts, trial
 from scripts.mutation.changes import Change, all_changes, core_files, room_of
 from scripts.mutation.lines import ROOT
 from scripts.mutation.report import Outcome, report
+from scripts.mutation.together import try_together
 
 RECORD = "Record which lines each test executes: python -m scripts.mutation --contexts"
 
@@ -41,7 +42,10 @@ def parser(rooms: Sequence[str]) -> argparse.ArgumentParser:
     made.add_argument("--seed", default="", help="default: the last commit that changed tests")
     made.add_argument("--rooms", nargs="+", choices=rooms, default=[], help="default: all rooms")
     made.add_argument("--jobs", type=int, default=2, help="changes tried at a time")
-    made.add_argument("--limit", type=float, default=600, help="seconds of tests for a change")
+    made.add_argument("--limit", type=float, default=60, help="seconds of tests for each change")
+    made.add_argument(
+        "--together", type=int, default=8, help="changes at a time that all other tests are asked"
+    )
     made.add_argument("--write", type=Path, help="file to write the report to")
     made.add_argument(
         "--contexts",
@@ -88,6 +92,12 @@ def tried(changes: Sequence[Change], given: argparse.Namespace) -> list[Outcome]
         done[change.key] = result
         where = f"{change.file}:{change.lines[0]} {change.kind}"
         print(f"{number} {where}: {result.verdict} ({result.seconds:.0f} s)", flush=True)
+    rest = [(it, done[it.key]) for it in changes if done[it.key].left_out]
+    rest = [(change, result) for change, result in rest if not result.is_noticed]
+    print(f"All tests are asked about {len(rest)} changes", flush=True)
+    for change, result in try_together(rest, known, given.together, given.jobs):
+        done[change.key] = result
+        print(f"{change.file}:{change.lines[0]} {change.kind}: {result.verdict}", flush=True)
     print("Do the tests that failed pass without changes?", flush=True)
     for result in trial.corrected([done[change.key] for change in changes], known):
         done[result.key] = result

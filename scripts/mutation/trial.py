@@ -164,4 +164,5 @@ def still_holds(result: Result | None, tests: Sequence[Timed], limit: float) -> 
     """Tell whether a result of an earlier run is that of a run with these tests."""
     if result is None:
         return False
-    return result.is_noticed or result.asked == digest_of_tests(within(tests, limit))
+    asked = {digest_of_tests(some) for some in (within(tests, limit), tests)}
+    return result.is_noticed or result.asked in asked

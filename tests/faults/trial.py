@@ -91,13 +91,21 @@ class Ended(NamedTuple):
     """How pytest ended."""
 
     code: int | None  # None if it was stopped because it took too long
-    first: str = ""  # the first test that failed
+    failed: Sequence[str] = ()  # the tests that failed
     output: str = ""
 
+    @property
+    def first(self) -> str:
+        """The first test that failed."""
+        return next(iter(self.failed), "")
 
-def run_tests(tests: Sequence[str], folder: Path, timeout: float) -> Ended:
-    """Run tests of the everyday tier in a copy of the repository until one fails."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+
+def run_tests(tests: Sequence[str], folder: Path, timeout: float, *flags: str) -> Ended:
+    """Run tests of the everyday tier in a copy of the repository, by default until one fails.
+
+    ``flags`` are pytest's, in place of ``-x``.
+    """
+    command = [sys.executable, "-m", "pytest", *(flags or ["-x"]), "-q", "-p", "no:cacheprovider"]
     command += ["-m", "not long", *tests]
     try:
         done = subprocess.run(
@@ -112,8 +120,8 @@ def run_tests(tests: Sequence[str], folder: Path, timeout: float) -> Ended:
     except subprocess.TimeoutExpired:
         return Ended(None)
     summary = done.stdout.rpartition("short test summary info")[2]
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", summary, re.M)
-    return Ended(done.returncode, failed[1] if failed else "", done.stdout + done.stderr)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", summary, re.M)
+    return Ended(done.returncode, failed, done.stdout + done.stderr)
 
 
 def tried(fault: Fault, folder: Path, timeout: float) -> Outcome:

@@ -75,12 +75,15 @@ def free_talk() -> Iterator[None]:
     st.integers(1, 16),
 )
 def test_a_team_never_makes_the_busiest_rank_busier(sizes, world_size, largest):
-    shapes = [(64 * a, 64 * b) for a, b in sizes]
+    shapes = [(7 * a, 6 * b) for a, b in sizes]
     with free_talk():
         found = assign_teams(shapes, world_size, largest, 4, np.arange(len(shapes)) % world_size)
     if found is not None:
         assert busiest(shapes, world_size, found) < alone(shapes, world_size)
         assert max(map(len, found)) <= min(largest, world_size)
+        # all its slabs have one size
+        pairs = zip(shapes, found, strict=True)
+        assert not any(side % len(team) for shape, team in pairs for side in shape)
 
 
 SHAPES = [(96, 32), (32, 64), (64, 64), (16, 16), (40, 24)]

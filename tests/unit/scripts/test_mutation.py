@@ -151,10 +151,10 @@ def test_time_bounds_the_tests():
     ("ended", "notice"),
     [
         (Ended(0), None),
-        (Ended(1, "tests/b.py::b"), "tests/b.py::b"),
+        (Ended(1, ["tests/b.py::b", "c"]), "tests/b.py::b"),
         (Ended(None), "it hangs"),
-        (Ended(2, "tests/b.py"), "tests/b.py"),
-        (Ended(4, "", "ImportError while loading conftest"), "pytest stops"),
+        (Ended(2, ["tests/b.py"]), "tests/b.py"),
+        (Ended(4, (), "ImportError while loading conftest"), "pytest stops"),
         (Ended(-11), "pytest stops"),
     ],
 )
@@ -168,7 +168,7 @@ def test_tests_with_other_names_run_with_their_file(monkeypatch):
 
     def run(tests, *_):
         asked.append(tests)
-        return Ended(4, "", "ERROR: not found: b") if len(asked) == 1 else Ended(0)
+        return Ended(4, (), "ERROR: not found: b") if len(asked) == 1 else Ended(0)
 
     monkeypatch.setattr(trial, "run_tests", run)
     assert noticed_by([SLOW], Path()) is None

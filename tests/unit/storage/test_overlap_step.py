@@ -326,6 +326,7 @@ def outcome(settings: dict[str, Any], overlap: bool) -> dict[str, torch.Tensor]:
     chunk.disable_forward_pre_hook()
     found = {name: param.detach().clone() for name, param in chunk.named_parameters()}
     for link in optimizer.chained_optimizers:
+        assert link.steps == 4
         for number, item in enumerate(link.shards):
             found |= {f"{number} {k}": v.clone() for k, v in link.tensors_of(item).items()}
     return found
