@@ -18,6 +18,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.checkpoint import trainer
 from megatron_eopt.guard.contents import TRACKER, folder_name
 from megatron_eopt.megatron_core.stored_weights import StoredWeights
+from megatron_eopt.state.rule import LoadReport
 
 FLAGS = {
     "ckpt_step": None,
@@ -282,6 +283,29 @@ def test_state_in_the_format_of_fsdp_is_matched_before_it_is_read(
         return [*found]
 
     assert trainer._matching_fsdp_dtensor(load)(run.load, run, wanted) == matched
+
+
+@pytest.mark.parametrize(
+    ("exists", "optimizer", "matches"),
+    [(True, OURS, True), (False, OURS, False), (True, SimpleNamespace(), False)],
+    ids=["ours", "no checkpoint", "megatron-core's"],
+)
+def test_only_a_checkpoint_is_matched_with_our_optimizer(
+    run, tmp_path, monkeypatch, exists, optimizer, matches
+):
+    found: list[Any] = []
+
+    def match(storage: Any, state: Any, catalogue: Any) -> LoadReport:
+        found.append((storage, state, [*catalogue.values]))
+        return LoadReport()
+
+    monkeypatch.setattr(trainer.fsdp_dtensor, "match", match)
+    (tmp_path / TRACKER).write_text("2")
+    if exists:
+        write(tmp_path, 2)
+    with trainer._loading(optimizer), trainer._reading(run):
+        trainer._match_fsdp_dtensor(run, {"state": 1})
+    assert found == ([(OURS.chained_optimizers[0], {"state": 1}, ["weight"])] if matches else [])
 
 
 @pytest.mark.parametrize(("rank0", "wanted"), [(True, None), (False, {"model": 1}), (False, None)])
