@@ -1,11 +1,9 @@
 """The training script at tiny sizes on two CPU processes."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from megatron_eopt.checkpoint.trainer import _warn_of_later_checkpoints
 from megatron_eopt.testing.pool import RankError
 from tests.functional.script import losses, numbers, train
 
@@ -24,19 +22,6 @@ def test_a_run_asks_for_the_rates_of_the_checkpoint(tmp_path, storage):
     assert rates(again) == rates(first)[3:]
     assert losses(again)[-1] == losses(first)[-1]
     assert min(rates(own)) > 0.02
-
-
-@pytest.mark.parametrize(
-    ("last", "warns"),
-    [("6", True), ("3", False), ("2", False), ("release", False), ("?", False), (None, False)],
-)
-def test_a_start_before_the_last_checkpoint_of_its_folder_is_warned_of(
-    tmp_path, caplog, last, warns
-):
-    if last is not None:
-        Path(tmp_path, "latest_checkpointed_iteration.txt").write_text(last)
-    _warn_of_later_checkpoints(tmp_path, 3)
-    assert ("begins at iteration 3" in caplog.text) == warns
 
 
 def rates(output):

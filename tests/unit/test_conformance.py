@@ -38,21 +38,14 @@ from megatron_eopt.wrappers.replicated import Float32Optimizer
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_ddp, wrap_fsdp2
+from tests.unit.storage import full_state
 
 # else its optimizer would be known in other tests, too
 with mock.patch.dict(registry._entries):
     from examples.cautious_muon import CautiousRule
 
-OPTIMIZERS = {
-    "muon": ("muon", {}),
-    "muon in 8 bits": ("muon", {"muon_momentum_dtype": "int8"}),
-    "adamuon": ("adaptive_muon", {"adaptive_muon_moment2_method": "adamuon"}),
-    "normuon": ("adaptive_muon", {"adaptive_muon_moment2_method": "normuon"}),
-    "namo": ("adaptive_muon", {"adaptive_muon_moment2_method": "namo"}),
-    # the last bit of a factor that clips turns eigenbases, which makes another update
-    "soap": ("soap", {"clip_grad": 0.0}),
-    "lion": ("lion", {}),
-}
+# the last bit of a factor that clips turns SOAP's eigenbases, which makes another update
+OPTIMIZERS = full_state.OPTIMIZERS | {"soap": ("soap", {"clip_grad": 0.0})}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

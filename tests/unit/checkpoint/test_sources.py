@@ -26,12 +26,9 @@ def in_two(whole: Tensor, rng: random.Random) -> Form:
     dim = rng.randrange(2)
     cut = rng.randint(1, whole.shape[dim] - 1)
     parts = whole.split([cut, whole.shape[dim] - cut], dim)
-    sources = [
-        Source(str(n), tuple(part.shape), Box(at, tuple(part.shape)), (0, 0))
-        for n, (part, at) in enumerate(
-            zip(parts, [(0, 0), (cut * (dim == 0), cut * dim)], strict=True)
-        )
-    ]
+    starts = (0, 0), (cut * (dim == 0), cut * dim)
+    boxes = [Box(at, tuple(part.shape)) for at, part in zip(starts, parts, strict=True)]
+    sources = [Source(str(n), box.shape, box, (0, 0)) for n, box in enumerate(boxes)]
     return {str(n): part.contiguous() for n, part in enumerate(parts)}, sources
 
 

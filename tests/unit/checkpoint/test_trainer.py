@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,16 +21,9 @@ from megatron_eopt.guard.contents import TRACKER, folder_name
 from megatron_eopt.megatron_core.stored_weights import StoredWeights
 from megatron_eopt.state.rule import LoadReport
 
-FLAGS = {
-    "ckpt_step": None,
-    "exit_on_missing_checkpoint": False,
-    "save": None,
-    "no_save_optim": True,
-    "no_save_rng": False,
-    "no_load_optim": False,
-    "finetune": False,
-    "ckpt_format": "torch_dist",
-}
+OFF = ("ckpt_step", "exit_on_missing_checkpoint", "no_save_rng", "no_load_optim", "finetune")
+FLAGS: dict[str, Any] = dict.fromkeys(OFF, False)
+FLAGS |= {"save": None, "no_save_optim": True, "ckpt_format": "torch_dist"}
 
 
 class Stored(StoredWeights):
@@ -49,11 +43,10 @@ def run(tmp_path, monkeypatch):
     """A run that loads from a folder."""
     args = Namespace(load=str(tmp_path), **FLAGS)
     monkeypatch.setattr(checkpointing, "get_args", lambda: args)
-    for name in ("tensor", "pipeline"):
-        monkeypatch.setattr(parallel_state, f"get_{name}_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
-    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: 1)
-    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_rank", lambda: 0)
+    of_rank = {"world_size": 1, "rank": 0}
+    for group, (what, value) in product(("tensor", "pipeline", "expert"), of_rank.items()):
+        name = f"get_{group}_model_parallel_{what}"
+        monkeypatch.setattr(parallel_state, name, lambda value=value: value)
     return args
 
 
@@ -130,18 +123,21 @@ def test_all_state_is_loaded_and_the_flags_are_as_before(run):
 
 
 @pytest.mark.parametrize(
-    ("saves_to", "warned"), [(None, False), ("load", False), ("other", True)], ids=str
+    ("saves_to", "last", "warned"),
+    [(None, "6", False), ("load", "6", False), ("other", "6", True)]
+    + [("other", last, False) for last in ("3", "2", "release", "?", None)],
 )
-def test_only_a_later_checkpoint_of_another_folder_is_warned_of(
-    run, tmp_path, caplog, saves_to, warned
+def test_a_start_before_the_last_checkpoint_of_another_folder_is_warned_of(
+    run, tmp_path, caplog, saves_to, last, warned
 ):
     run.load = str(tmp_path / "load")
     run.save = saves_to and str(tmp_path / saves_to)
     for name in ("load", "other"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / TRACKER).write_text("6")
-    load(lambda *_, **__: (2, 0))
-    assert ("begins at iteration 2" in caplog.text) == warned
+        if last is not None:
+            (tmp_path / name / TRACKER).write_text(last)
+    load(lambda *_, **__: (3, 0))
+    assert ("begins at iteration 3" in caplog.text) == warned
 
 
 @pytest.mark.parametrize("step", [None, 2])
@@ -308,27 +304,6 @@ def test_only_a_checkpoint_is_matched_with_our_optimizer(
     assert found == ([(OURS.chained_optimizers[0], {"state": 1}, ["weight"])] if matches else [])
 
 
-@pytest.mark.parametrize(("rank0", "wanted"), [(True, None), (False, {"model": 1}), (False, None)])
-def test_state_is_matched_before_it_is_read(run, tmp_path, monkeypatch, rank0, wanted):
-    folder, found = write(tmp_path, 2), []
-    monkeypatch.setattr(trainer, "match", lambda *values: found.append(values))
-    monkeypatch.setattr(trainer, "read_common_state", lambda *values: found.append(values))
-
-    def load(
-        load_dir: str,
-        args: Any,
-        rank0: bool,
-        sharded_state_dict: Any,
-        iteration: int,
-        release: bool,
-    ) -> list[Any]:
-        return [*found]
-
-    expected = [(folder,)] if rank0 else [(wanted, folder)] if wanted else []
-    load = trainer._matching_torch_dist(load)
-    assert load(run.load, run, rank0, wanted, 2, False) == expected
-
-
 @pytest.mark.parametrize(
     ("fields", "rate"),
     [
@@ -337,7 +312,6 @@ def test_state_is_matched_before_it_is_read(run, tmp_path, monkeypatch, rank0, w
         ({"use_checkpoint_opt_param_scheduler": False}, 0.3),
         ({"use_checkpoint_opt_param_scheduler": True}, 0.2),
     ],
-    ids=["no scheduler", "one without the flag", "off", "on"],
 )
 def test_only_a_scheduler_that_asks_for_them_gets_the_checkpoints_rates(fields, rate):
     steps: list[int] = []

@@ -339,19 +339,17 @@ def test_an_asynchronous_save_replaces_the_folder_when_it_is_written(tmp_path, m
     assert request.finalize_fns == [print]
 
 
+KIND, ELSEWHERE = "non_persistent_ckpt_type", {"non_persistent_global_ckpt_dir": "/other"}
+
+
 @pytest.mark.parametrize(
     ("fields", "non_persistent", "remote", "expected"),
     [
         ({}, False, False, "run/iter_0000007"),
-        ({"non_persistent_ckpt_type": "local"}, False, False, "run/iter_0000007"),
-        ({"non_persistent_ckpt_type": "local"}, True, False, None),
-        ({"non_persistent_ckpt_type": "global"}, True, False, "run/non_persistent/iter_0000007"),
-        (
-            {"non_persistent_ckpt_type": "global", "non_persistent_global_ckpt_dir": "/other"},
-            True,
-            False,
-            "/other/iter_0000007",
-        ),
+        ({KIND: "local"}, False, False, "run/iter_0000007"),
+        ({KIND: "local"}, True, False, None),
+        ({KIND: "global"}, True, False, "run/non_persistent/iter_0000007"),
+        ({KIND: "global", **ELSEWHERE}, True, False, "/other/iter_0000007"),
         ({}, False, True, None),
     ],
 )

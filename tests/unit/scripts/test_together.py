@@ -56,19 +56,14 @@ def test_each_change_is_noticed_that_a_test_notices(effects):
 
 
 def test_tests_that_cannot_be_named_are_run_with_their_files(tmp_path):
-    runs = []
-
-    def run(names, *_):
-        runs.append(names)
-        return ends.pop(0)
-
-    a, b = TESTS[0], TESTS[1]
-    with mock.patch.object(together, "run_tests", run):
-        ends = [Ended(1, [a.name])]
-        assert failing_with([], {a, b}, tmp_path, 2) == {a}
-        ends = [Ended(4), Ended(1, [b.name])]
-        assert failing_with([], {a, b}, tmp_path, 2) == {b}
-        ends = [Ended(4), Ended(None)]
-        assert failing_with([], {a, b}, tmp_path, 2) == {a, b}
-    names, files = [a.name, b.name], ["tests/0.py", "tests/1.py"]
-    assert runs == [names, names, files, names, files]
+    a, b = TESTS[:2]
+    for ends, expected in (
+        ([Ended(1, [a.name])], {a}),
+        ([Ended(4), Ended(1, [b.name])], {b}),
+        ([Ended(4), Ended(None)], {a, b}),
+    ):
+        run = mock.Mock(side_effect=ends)
+        with mock.patch.object(together, "run_tests", run):
+            assert failing_with([], {a, b}, tmp_path, 2) == expected
+        asked = [call.args[0] for call in run.call_args_list]
+        assert asked == [[a.name, b.name], ["tests/0.py", "tests/1.py"]][: len(ends)]

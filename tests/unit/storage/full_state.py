@@ -22,6 +22,17 @@ from megatron_eopt.testing.scene import forget_megatron
 from tests.harness.models import copies_of
 from tests.unit.storage.runs import DENSE, Run, global_name, inject, make_chunk, set_lr
 
+OPTIMIZERS = {
+    "muon": ("muon", {}),
+    "muon in 8 bits": ("muon", {"muon_momentum_dtype": "int8"}),
+    "adamuon": ("adaptive_muon", {"adaptive_muon_moment2_method": "adamuon"}),
+    "normuon": ("adaptive_muon", {"adaptive_muon_moment2_method": "normuon"}),
+    "namo": ("adaptive_muon", {"adaptive_muon_moment2_method": "namo"}),
+    "soap": ("soap", {}),
+    "lion": ("lion", {}),
+}
+"""Names and fields of the configuration."""
+
 
 @dataclass(frozen=True)
 class Case:

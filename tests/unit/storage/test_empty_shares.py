@@ -11,19 +11,10 @@ from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import config, cut, eager, far, stepped, weights
-from tests.unit.storage.full_state import Case, build, differences, full_state, steps
+from tests.unit.storage.full_state import OPTIMIZERS, Case, build, differences, full_state, steps
 from tests.unit.storage.runs import SHARDED
 
 MODEL = {"layers": 1, "hidden": 32, "heads": 4, "query_groups": 2}
-OPTIMIZERS = {
-    "muon": ("muon", {}),
-    "muon in 8 bits": ("muon", {"muon_momentum_dtype": "int8"}),
-    "adamuon": ("adaptive_muon", {"adaptive_muon_moment2_method": "adamuon"}),
-    "normuon": ("adaptive_muon", {"adaptive_muon_moment2_method": "normuon"}),
-    "namo": ("adaptive_muon", {"adaptive_muon_moment2_method": "namo"}),
-    "soap": ("soap", {}),
-    "lion": ("lion", {}),
-}
 
 
 def trained(case, fraction):
