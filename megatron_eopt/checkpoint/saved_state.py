@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
 from megatron_eopt.base.address import address_of
-from megatron_eopt.base.names import MAIN_KINDS, STEP
+from megatron_eopt.base.names import MAIN_KINDS
 from megatron_eopt.checkpoint.catalogue import Catalogue
 from megatron_eopt.checkpoint.keys import (
     kind_of,
@@ -203,11 +203,11 @@ def sharded_like_weights(
     main = update_rule.shards[number].main
     assert main is not None
     tensors = update_rule.saved_form(number, storage.tensors_of(update_rule.shards[number]))
-
-    def is_cut(kind: str, value: Any) -> bool:
-        return kind != STEP and update_rule.is_sharded_like_param(kind, value, main)
-
-    return {k: value for k, value in tensors.items() if k in MAIN_KINDS or is_cut(k, value)}
+    return {
+        kind: value
+        for kind, value in tensors.items()
+        if kind in MAIN_KINDS or update_rule.is_sharded_like_param(kind, value, main)
+    }
 
 
 def unsharded_state_of(

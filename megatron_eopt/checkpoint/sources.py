@@ -59,7 +59,8 @@ class Source:
         if self.repeats:
             shape, moved = (1, *shape[1:]), (0, *moved[1:])
         strides = [math.prod(shape[n + 1 :]) for n in range(len(shape))]
-        strides[:1] = [0 if self.repeats else stride for stride in strides[:1]]  # a number has none
+        if self.repeats:
+            strides[0] = 0
         # dimensions are aligned at the last one
         dims = min(len(self.global_shape), len(shape))
         lead = len(self.global_shape) - dims

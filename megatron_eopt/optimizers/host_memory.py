@@ -231,7 +231,7 @@ class HostMemory:
         if param in self.weights:
             yield (), param.data
         for path, value in leaves(state.get(param, {})):
-            # tensors without dimensions are step counters
+            # tensors without dimensions, such as step counters, stay
             if isinstance(value, Tensor) and value.dim() and self._is_kept(path[0], value, param):
                 yield path, value
 

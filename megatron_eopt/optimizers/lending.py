@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.base.address import address_of
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.names import STEP
 from megatron_eopt.optimizers.update_rule import ParamGroup, State, UpdateRule
 from megatron_eopt.storage.local_tensors import local_of, shard_like
 
@@ -120,7 +119,7 @@ def keep(
     for key, value in state.items():
         # a tensor that was changed in place is in its DTensor already
         if not (key in param_state and local_of(param_state[key]) is value):
-            cut = key != STEP and update_rule.is_sharded_like_param(key, value, param)
+            cut = update_rule.is_sharded_like_param(key, value, param)
             param_state[key] = shard_like(param, _stored(param, value)) if cut else value
 
 

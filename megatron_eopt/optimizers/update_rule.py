@@ -222,7 +222,7 @@ class UpdateRule:
         raise NotImplementedError
 
     def is_sharded_like_param(self, kind: str, value: Any, param: Tensor) -> bool:
-        """Whether a state value, other than a step count, has an element for each of the tensor's.
+        """Whether a state value has an element for each of the tensor's; step counts have not.
 
         Args:
             kind: The kind of state.
@@ -230,7 +230,8 @@ class UpdateRule:
             param: The tensor that is stepped.
         """
         # a parameter that is a single number may have no dimensions, and neither has its state
-        return isinstance(value, Tensor) and (value.dim() > 0 or param.dim() == 0)
+        has_elements = isinstance(value, Tensor) and (value.dim() > 0 or param.dim() == 0)
+        return has_elements and kind != STEP
 
     def unsharded_state(
         self, groups: Sequence[ParamGroup], state: State
