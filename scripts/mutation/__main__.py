@@ -92,8 +92,8 @@ def tried(changes: Sequence[Change], given: argparse.Namespace) -> list[Outcome]
         done[change.key] = result
         where = f"{change.file}:{change.lines[0]} {change.kind}"
         print(f"{number} {where}: {result.verdict} ({result.seconds:.0f} s)", flush=True)
-    rest = [(it, done[it.key]) for it in changes if done[it.key].left_out]
-    rest = [(change, result) for change, result in rest if not result.is_noticed]
+    results = ((change, done[change.key]) for change in changes)
+    rest = [(change, its) for change, its in results if its.left_out and not its.is_noticed]
     print(f"All tests are asked about {len(rest)} changes", flush=True)
     for change, result in try_together(rest, known, given.together, given.jobs):
         done[change.key] = result

@@ -18,7 +18,7 @@ from scripts.mutation.trial import (
     START_S,
     Result,
     digest_of_tests,
-    noticed_by,
+    noticed_alone,
     write,
 )
 from tests.faults.trial import in_copies, put_in, run_tests
@@ -83,9 +83,8 @@ def noticed(group: Sequence[Change], asked: Asked, folder: Path, jobs: int) -> d
             if any(test in asked[change] for change in new):
                 continue
             for change in (change for change in left if test in asked[change]):
-                with put_in(change, folder):
-                    if by := noticed_by([test], folder):
-                        new[change] = by
+                if by := noticed_alone(change, [test], folder):
+                    new[change] = by
         if not new:
             break
         found |= new

@@ -50,11 +50,7 @@ def tried(change: Change, tests: Sequence[Timed], folder: Path, limit: float) ->
     first = within(chosen, FIRST_S)
     for batch in (first, [test for test in chosen if test not in first]):
         if batch and verdict is None:
-            with put_in(change, folder):
-                verdict = noticed_by(batch, folder)
-            # on a busy computer, tests may take as long without the change
-            if verdict == HANGS and noticed_by(batch, folder) == HANGS:
-                verdict = None
+            verdict = noticed_alone(change, batch, folder)
     unnoticed = f"not noticed by {len(chosen)} tests" if chosen else "no test executes it"
     return Result(
         *change.key,
@@ -64,6 +60,16 @@ def tried(change: Change, tests: Sequence[Timed], folder: Path, limit: float) ->
         left_out=len(tests) - len(chosen),
         seconds=round(time.monotonic() - start, 1),
     )
+
+
+def noticed_alone(change: Change, tests: Sequence[Timed], folder: Path) -> str | None:
+    """Return how tests notice a change in a copy of the repository; None if none does."""
+    with put_in(change, folder):
+        verdict = noticed_by(tests, folder)
+    # on a busy computer, tests may take as long without the change
+    if verdict == HANGS and noticed_by(tests, folder) == HANGS:
+        return None
+    return verdict
 
 
 def digest_of_tests(tests: Sequence[Timed]) -> str:

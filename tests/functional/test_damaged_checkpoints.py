@@ -4,6 +4,7 @@ A foreign file is another file of the same save, or the one of the same name of 
 """
 
 import itertools
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -126,3 +127,14 @@ def test_a_folder_of_torch_dist_keeps_its_name(tmp_path):
     with pytest.raises(RankError, match=r"metadata\.json") as refused:
         train(*FORMATS["torch_dist"], "--load", str(tmp_path), timeout=300)
     assert "torch_dcp" not in str(refused.value)
+
+
+@pytest.mark.long
+def test_a_step_is_loaded_without_a_tracker(tmp_path):
+    save(tmp_path, *FORMATS["torch_dist"], interval=1)
+    flags = [*FORMATS["torch_dist"], "--override-opt_param-scheduler", "--load", str(tmp_path)]
+    for damage in DAMAGES.values():
+        damage(tmp_path / TRACKER)
+        output = train(*flags, "--ckpt-step", "1", timeout=300)
+        assert re.search(r"successfully loaded checkpoint .* at iteration 1", output)
+        (tmp_path / TRACKER).write_text("2")

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import megatron_eopt
 from megatron_eopt import EmergingOptimizerConfig, TorchOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.arguments import add_arguments
 from megatron_eopt.base.imports import import_file
 from megatron_eopt.config.registry import is_registered, optimizer_names
 from megatron_eopt.tools.command import command_parser
-from megatron_eopt.wrappers.config_file import load_optimizer_config
 from tests.functional.doc_commands import PAGES, ROOT, blocks
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
@@ -228,7 +228,8 @@ CONFIGS = {cls.__name__: cls for cls in (EmergingOptimizerConfig, TorchOptimizer
 
 def muon_configurations() -> dict[str, TorchOptimizerConfig]:
     """Return Muon's configurations in the pages' snippets and in the examples' files."""
-    found = {path.name: load_optimizer_config(path) for path in (ROOT / "examples").glob("*.yaml")}
+    files = (ROOT / "examples").glob("*.yaml")
+    found = {path.name: megatron_eopt.load_optimizer_config(path) for path in files}
     for page in PAGES:
         for line, block in blocks(page.read_text(), "python"):
             for call in ast.walk(ast.parse(block)):

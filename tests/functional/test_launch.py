@@ -115,11 +115,9 @@ def test_child_processes_import_the_script_under_the_launcher(package):
     sys.argv = [script, "argument"]
     module = runpy.run_module("megatron_eopt.launch", run_name="__mp_main__", alter_sys=True)
     try:
-        assert (module["double"](2), cpu.is_enabled(), megatron_lm.is_installed()) == (
-            4,
-            True,
-            True,
-        )
+        assert module["double"](2) == 4
+        assert cpu.is_enabled()
+        assert megatron_lm.is_installed()
     finally:
         megatron_lm.uninstall()
     expected = {"__name__": "__mp_main__", "__file__": script, "argv": [script, "argument"]}

@@ -92,8 +92,8 @@ def second_halves(
         assert optimizer.chained_optimizers[0].steps == 2
         if ddp is not None:
             # what the model computes with are the main weights, or their copies
-            loss = loss_of(chunk)
-            assert loss == pytest.approx(loss_of(without_wrapper(run, chunk)), rel=1e-6)
+            expected = pytest.approx(loss_of(without_wrapper(run, chunk)), rel=1e-6)
+            assert loss_of(chunk) == expected
         stepped(run, chunk, optimizer, 2, 4)
         results[name] = Result(weights(run, chunk), [])
         forget_megatron()

@@ -1,6 +1,5 @@
 """Several drawn changes that all tests are asked about at a time."""
 
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -31,23 +30,16 @@ def test_groups_have_each_change_once_and_no_file_twice(changes, size):
 @given(st.lists(st.frozensets(st.sampled_from(CHANGES)), min_size=8, max_size=8))
 def test_each_change_is_noticed_that_a_test_notices(effects):
     fails = dict(zip(TESTS, effects, strict=True))
-    present: list[Change] = []
     # a test executes more changes than it notices
     asked = {change: {test for test in TESTS if test.seconds < 7} for change in CHANGES}
 
-    @contextmanager
-    def put_in(change, _):
-        present.append(change)
-        yield
-        present.remove(change)
-
-    def alone(tests, _):
-        return next((test.name for test in tests if fails[test] & {*present}), None)
+    def alone(change, tests, _):
+        return next((test.name for test in tests if change in fails[test]), None)
 
     def every(changes, tests, *_):
         return {test for test in tests if fails[test] & {*changes}}
 
-    with mock.patch.multiple(together, put_in=put_in, noticed_by=alone, failing_with=every):
+    with mock.patch.multiple(together, noticed_alone=alone, failing_with=every):
         found = noticed(CHANGES, asked, Path(), 1)
     expected = {it for it in CHANGES if any(it in fails[test] for test in asked[it])}
     assert found.keys() == expected

@@ -149,7 +149,7 @@ def test_a_part_is_not_taken_for_a_whole_parameter():
 
 
 @pytest.mark.parametrize(
-    ("layer", "declared", "refused"),
+    ("layer", "declared", "fails"),
     [
         (nn.Linear(4, 8), None, False),
         (nn.Linear(4, 8), whole((8, 4)), False),
@@ -159,7 +159,7 @@ def test_a_part_is_not_taken_for_a_whole_parameter():
     ids=["none", "one matrix", "two", "a folded one"],
 )
 @on_ranks(1)
-def test_an_optimizer_that_does_not_split_refuses_declared_matrices(layer, declared, refused):
+def test_an_optimizer_that_does_not_split_refuses_declared_matrices(layer, declared, fails):
     initialize_megatron()
     model = nn.ModuleDict({"layer": layer})
     model.config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
@@ -168,5 +168,5 @@ def test_an_optimizer_that_does_not_split_refuses_declared_matrices(layer, decla
     chunk = wrap_ddp(model, use_distributed_optimizer=False)
     config = EmergingOptimizerConfig(optimizer="soap", use_distributed_optimizer=False)
     told = pytest.raises(ConfigurationError, match="soap does not split parameters without")
-    with told if refused else nullcontext():
+    with told if fails else nullcontext():
         get_megatron_optimizer(config, [chunk])
