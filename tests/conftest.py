@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,10 @@ def pytest_configure(config):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("tested_release") and (other := untested_releases()):
         pytest.skip(f"with {' and '.join(other)}")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

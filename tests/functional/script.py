@@ -1,6 +1,7 @@
 """Runs scripts inside worker processes that have imported Megatron already, to save that time."""
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -8,6 +9,9 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from megatron.training.argument_utils import ArgumentGroupFactory
 
 from megatron_eopt import cpu, megatron_lm
 from megatron_eopt.testing.scene import forget_megatron
@@ -36,9 +40,18 @@ STOCK_ON_CPU = """
 """.split()
 
 
+@functools.cache
+def read_settings_once() -> None:
+    """Let the trainer read the source of its settings once, not for every run in this process."""
+    reader: Any = object.__new__(ArgumentGroupFactory)
+    read = functools.cache(reader._get_field_docstrings)
+    ArgumentGroupFactory._get_field_docstrings = lambda _, settings: dict(read(settings))
+
+
 def run_here(run: Callable[..., object], *args: object) -> str:
     """Run something that takes this process over, and put the process back; return its output."""
     os.environ["MEGATRON_EOPT_DEVICE"] = "cpu"
+    read_settings_once()
     argv, path, main = sys.argv[:], sys.path[:], sys.modules["__main__"]
     printed = io.StringIO()
     try:

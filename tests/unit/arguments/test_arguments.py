@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ EXAMPLE = str(Path(__file__).resolve().parents[3] / "examples" / "my_optimizer.p
 PREFIXES = ("muon_", "adaptive_muon_", "soap_", "lion_")
 
 
+@functools.cache
 def parser() -> argparse.ArgumentParser:
     return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 

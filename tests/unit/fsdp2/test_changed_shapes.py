@@ -40,6 +40,7 @@ def test_a_table_of_another_size_is_named(name, rows):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@eager
 def test_a_matrix_of_another_shape_is_named(name):
     model = model_of()
     optimizer = build_optimizer(model, config(name))

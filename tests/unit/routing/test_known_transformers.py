@@ -88,11 +88,12 @@ def classes(*, of_each_text: bool) -> Iterator[tuple[str, str]]:
     With ``of_each_text`` only the first of those that differ in their names alone.
     """
     texts = set()
-    for home, tree, _ in classes_of():
-        text = "\n".join(map(ast.dump, tree.body))
-        if has_three_dimensions(tree) and not (of_each_text and text in texts):
-            texts.add(text)
-            yield home, tree.name
+    for home, tree, _ in classes_of(word="nn.Parameter("):
+        if has_three_dimensions(tree):
+            text = "\n".join(map(ast.dump, tree.body))
+            if not (of_each_text and text in texts):
+                texts.add(text)
+                yield home, tree.name
 
 
 def make(home: str, name: str, tiny: type[Tiny] = Tiny) -> nn.Module:
