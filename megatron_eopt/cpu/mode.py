@@ -81,6 +81,10 @@ _HANDLERS: dict[Any, Handler] = {
 }
 
 
+_WITHOUT_KEYWORDS = {*_HANDLERS, *MAY_DRAW_FOR_HOST, *default_device._device_constructors()}
+"""Functions of which calls without keywords may need others."""
+
+
 def _default_is_a_gpu(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether ``func`` creates a tensor on torch's default device and that is a GPU."""
     default = default_device.CURRENT_DEVICE
@@ -108,13 +112,13 @@ class CudaIsCpu(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call ``func`` with the CPU in place of every GPU in its arguments."""
+        # every torch call passes here, so the common path must be short
+        if (not kwargs and func not in _WITHOUT_KEYWORDS) or not self.on:
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        if not self.on:
-            return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(args, kwargs)
-        # every torch call passes here, so the common path must be short
         if _default_is_a_gpu(func, kwargs):
             # torch.set_default_device, whose mode is below this one, would set it only later
             kwargs = {**kwargs, "device": default_device.CURRENT_DEVICE}

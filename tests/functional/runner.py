@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.functional.case_files import Case, Environment, Variant
 from tests.functional.metrics import Metrics, last_steps, metrics_of
-from tests.functional.script import SCRIPT, TINY, _run_once, run_here, run_stock
+from tests.functional.script import SCRIPT, TINY, run_here, run_script, run_stock
 from tests.harness import run_ranks
 from tests.harness.last_bits import other_last_bits
 from tests.harness.programs import output_of
@@ -81,4 +81,5 @@ def _train(flags: list[str], stock: bool, seed: int | None) -> str:
     with other_last_bits(seed):
         if stock:
             return run_here(run_stock, [*flags, "--model-from", "config"])
-        return _run_once(flags)
+        # recorded values are of all mock data
+        return run_here(run_script, SCRIPT, flags)

@@ -89,11 +89,10 @@ def classes(*, of_each_text: bool) -> Iterator[tuple[str, str]]:
     """
     texts = set()
     for home, tree, _ in classes_of(word="nn.Parameter("):
-        if has_three_dimensions(tree):
-            text = "\n".join(map(ast.dump, tree.body))
-            if not (of_each_text and text in texts):
-                texts.add(text)
-                yield home, tree.name
+        text = has_three_dimensions(tree) and "\n".join(map(ast.dump, tree.body))
+        if text and not (of_each_text and text in texts):
+            texts.add(text)
+            yield home, tree.name
 
 
 def make(home: str, name: str, tiny: type[Tiny] = Tiny) -> nn.Module:
