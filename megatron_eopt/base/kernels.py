@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import is_fake
 from megatron_eopt.base import gpu, peers
 from megatron_eopt.base.agreement import gather_objects, is_rank_0, raise_together
 from megatron_eopt.base.errors import check_choice
+from megatron_eopt.base.log import warn
 
 logger = logging.getLogger(__name__)
 
@@ -251,9 +252,9 @@ def agree(*, wanted: bool) -> None:
     """
     global _wanted
     raise_together(_switch)
-    if wanted != _wanted and is_rank_0():
+    if wanted != _wanted:
         text = "optimizer_kernels=%s now holds for all optimizers of this process"
-        logger.warning(text, wanted)
+        warn(logger, text, wanted)
     _wanted = wanted
     probe = torch.empty(0, device="cuda") if gpu.is_there() else None
     mine: dict[str, str | None] = {}

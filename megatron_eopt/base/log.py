@@ -5,10 +5,10 @@ import logging
 from megatron_eopt.base.agreement import is_rank_0
 
 
-def warn(logger: logging.Logger, text: str) -> None:
-    """Log a warning on rank 0."""
+def warn(logger: logging.Logger, text: str, *args: object) -> None:
+    """Log a warning on rank 0, with arguments as ``logger.warning`` takes them."""
     if is_rank_0():
-        logger.warning("%s", text)
+        logger.warning(text, *args)
 
 
 def inform(logger: logging.Logger, text: str) -> None:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any, get_args
 
 from megatron_eopt.base import gpu, kernels
-from megatron_eopt.base.agreement import gather_objects, is_rank_0
+from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.base.bounds import BOUNDS
 from megatron_eopt.base.errors import (
     ConfigurationError,
@@ -16,6 +16,7 @@ from megatron_eopt.base.errors import (
     check_number,
     naming,
 )
+from megatron_eopt.base.log import warn
 from megatron_eopt.base.names import (
     CAUTIOUS_DECAY,
     SCALAR_OPTIMIZERS,
@@ -243,10 +244,10 @@ def warn_of_unused(config: Any, main: str, optimizers: Collection[str]) -> None:
             unused |= {n for n, unset in defaults.items() if getattr(config, n, unset) != unset}
     if config.muon_use_syrk:
         unused.add("muon_use_syrk")  # constructors accept it, but do nothing with it
-    if unused and is_rank_0():
+    if unused:
         values = ", ".join(f"{name}={getattr(config, name)!r}" for name in sorted(unused))
         names = " and ".join(sorted(optimizers))
-        logger.warning("these settings have no effect with %s, remove them: %s", names, values)
+        warn(logger, "these settings have no effect with %s, remove them: %s", names, values)
 
 
 _PRINT = frozenset({"print_optimizer_routing"})

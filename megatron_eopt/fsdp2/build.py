@@ -15,6 +15,7 @@ from megatron_eopt.base.errors import (
     ConfigurationTypeError,
     refuse_deepspeed,
 )
+from megatron_eopt.base.log import warn
 from megatron_eopt.base.names import OUTPUT_ATTRIBUTE
 from megatron_eopt.config.arguments import arguments_of
 from megatron_eopt.config.checks import check_alike
@@ -151,9 +152,9 @@ def build_with(
         text = "clip_grad=%s is not applied. Call %s in your training loop, or set clip_grad=0."
         logger.info(text, settings.config.clip_grad, framework.clip)
     lowest = [name for name in ("min_lr", "muon_min_lr") if getattr(settings.config, name, None)]
-    if lowest and is_rank_0():
+    if lowest:
         text = "%s has no effect: your scheduler decides how far rates fall"
-        logger.warning(text, " and ".join(lowest))
+        warn(logger, text, " and ".join(lowest))
     routing = framework.over_shards(routing)
     kinds = filter(None, map(uneven_kind, routing.names))
     cls = next((kind.own_loop_cls for kind in kinds if kind.own_loop_cls), framework.optimizer_cls)
@@ -191,8 +192,9 @@ def _warn_unless_connected() -> None:
 
 def _warn_of_float16(routing: Routing) -> None:
     names = [name for param, name in routing.names.items() if param.dtype == torch.float16]
-    if names and is_rank_0():
-        logger.warning(
+    if names:
+        warn(
+            logger,
             "These float16 weights are rounded after each step, which loses small updates: %s. "
             "Keep them in float32, and compute in float16 by torch.autocast and GradScaler.",
             of_all_layers(names),
@@ -224,13 +226,13 @@ def _route(
         for path, module in likely_heads(walk, outputs).items()
         if not settings.is_standard and not of_main.isdisjoint(module.parameters())
     ]
-    if heads and is_rank_0():
+    if heads:
         text = (
             "%s: looks like an output layer, but %s updates it as a hidden one. If it is an output "
             "layer, pass output_layers=%r."
         )
         names = ", ".join(heads)
-        logger.warning(text, names, settings.optimizer, [*outputs, *heads])
+        warn(logger, text, names, settings.optimizer, [*outputs, *heads])
     return routing
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_eopt.base.agreement import is_rank_0
+from megatron_eopt.base.log import warn
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +118,6 @@ def untested_releases() -> list[str]:
 def warn_of_untested_releases() -> None:
     """Warn once, on rank 0, if an upstream package is not the tested release."""
     untested = " and ".join(untested_releases())
-    if untested and is_rank_0():
+    if untested:
         tested = " and ".join(" ".join(item) for item in TESTED.items())
-        logger.warning("megatron-eopt was tested with %s, not with %s", tested, untested)
+        warn(logger, "megatron-eopt was tested with %s, not with %s", tested, untested)

@@ -25,8 +25,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_eopt.base.agreement import is_rank_0
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.log import warn
 from megatron_eopt.base.names import MOMENTUM, MOMENTUM_SCALE, STEP
 from megatron_eopt.math.newton_schulz import ReduceT
 from megatron_eopt.math.passes import empty_sums, momentum_update_, update_
@@ -90,11 +90,10 @@ class MuonRule(UpdateRule):
                 optimizer.momentum_dtype, shards, exchange_config.device
             )
             self.optional_state = frozenset({MOMENTUM_SCALE, STEP})
-            is_ours = type(self)._directions.__module__.startswith(_PACKAGE)
-            if not is_ours and is_rank_0():
+            if not type(self)._directions.__module__.startswith(_PACKAGE):
                 text = "%s overrides _directions. With muon_momentum_dtype=%r, only MuonRule's own "
                 text += "reads and writes momenta as they are stored: call it by super()"
-                logger.warning(text, type(self).__name__, optimizer.momentum_dtype)
+                warn(logger, text, type(self).__name__, optimizer.momentum_dtype)
         self.counts_steps = self.counts_steps or self.rounding is not None
         # sums of squares of directions, by the number of the one matrix of their parameter
         self.squares: dict[int, Tensor] = {}

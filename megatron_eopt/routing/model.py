@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_eopt.base.agreement import gather_objects, gather_unique, is_rank_0, raise_together
+from megatron_eopt.base.agreement import gather_objects, gather_unique, raise_together
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.base.log import inform
+from megatron_eopt.base.log import inform, warn
 from megatron_eopt.base.names import STANDARD_OPTIMIZERS
 from megatron_eopt.base.place import whole_shape
 from megatron_eopt.config.arguments import qkv_split_shapes
@@ -151,20 +151,20 @@ def route_parameters(
         # a key may match parameters of other pipeline stages, so only keys that no rank uses are
         # lost
         for description in sorted(frozenset.intersection(*(lost for _, lost, _ in reports))):
-            logger.warning("config_overrides: no parameter matches %s", description)
+            warn(logger, "config_overrides: no parameter matches %s", description)
     has_router = any(found for *_, found in reports)
-    if settings.excludes_routers and not has_router and is_rank_0():
+    if settings.excludes_routers and not has_router:
         text = "muon_orthogonalize_router=False: found no trainable router. If the model has one, "
         text += "set use_muon = False on its weight"
-        logger.warning(text)
+        warn(logger, text)
     groups = build_groups(routes, summaries)
     routing = Routing(routes, groups, {})
     names = routing.optimizers
     steps_nothing = groups and not settings.is_standard and settings.optimizer not in names
-    if steps_nothing and is_rank_0():
+    if steps_nothing:
         text = "optimizer=%r is not used: no trainable parameter is a matrix, so all use %s. "
         text += "--print-optimizer-routing shows the reason for each"
-        logger.warning(text, settings.optimizer, " and ".join(sorted(names)))
+        warn(logger, text, settings.optimizer, " and ".join(sorted(names)))
     # the others were checked when the configuration was resolved
     if chosen := names - {settings.optimizer, settings.scalar}:
         raise_together(lambda: check_values(settings.config, chosen))
@@ -195,16 +195,18 @@ def with_splits(routing: Routing, settings: Settings, places: Sequence[HeldParam
         )
     no_layer = [r.parameter for r in routing.routes if r.why.startswith(NO_LAYER)]
     raw = [parameter.name for parameter in no_layer if parameter.has_matrix_shape]
-    if raw and is_rank_0():
-        logger.warning(
+    if raw:
+        warn(
+            logger,
             "These 2-D parameters are not the weight of a layer, so %s updates them: %s. Set "
             "param.eopt_split = 'whole' on those that are matrices.",
             settings.scalar,
             of_all_layers(raw),
         )
     inputs = [r.parameter.name for r in routing.routes if r.why.startswith(INPUT_LAYER)]
-    if inputs and is_rank_0():
-        logger.warning(
+    if inputs:
+        warn(
+            logger,
             "%s reads the input, so %s updates it. Set its eopt_split = 'whole' to let %s do so.",
             ", ".join(inputs),
             settings.scalar,
@@ -217,8 +219,9 @@ def with_splits(routing: Routing, settings: Settings, places: Sequence[HeldParam
         and (split := splits.get(r.parameter.param)) is not None
         and split.kind == NO_ORDER
     ]
-    if as_stored and is_rank_0():
-        logger.warning(
+    if as_stored:
+        warn(
+            logger,
             "These weights have one matrix per expert, but the classes of their modules are not "
             "known, so they are updated as (experts, out, in): %s. Set param.eopt_split = 'whole' "
             "if that is right, or 'transposed' if they are (experts, in, out).",

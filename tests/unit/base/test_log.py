@@ -8,10 +8,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import distributed
 from torch.distributed import checkpoint
 
-from megatron_eopt.base.log import inform
+from megatron_eopt.base.log import inform, warn
 from megatron_eopt.base.quiet import ignore_useless_warnings, importing_quietly
+from tests.harness.each_rank import on_ranks
+from tests.harness.log import listening
 
 NAME = "megatron_eopt.base.somewhere"
 
@@ -34,6 +37,14 @@ def test_a_level_that_is_set_decides(package, caplog):
     package.setLevel(logging.ERROR)
     inform(logging.getLogger(NAME), "asked for")
     assert not caplog.records
+
+
+@on_ranks(2)
+def test_one_rank_warns_as_the_logger_would():
+    with listening() as lines:
+        warn(logging.getLogger(NAME), "%d of %s", 2, "them")
+        warn(logging.getLogger(NAME), "100 %")
+    assert lines == (["2 of them", "100 %"] if distributed.get_rank() == 0 else [])
 
 
 @pytest.mark.long

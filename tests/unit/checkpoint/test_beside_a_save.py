@@ -19,6 +19,7 @@ from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.guard import saves
 from megatron_eopt.guard.saves import begin, replacing
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.endings import errors_of
 from tests.unit.checkpoint.test_unfinished import (
     NEW,
@@ -66,11 +67,10 @@ def test_a_load_beside_every_event_of_another_jobs_save(tmp_path):
     assert True in outcomes
 
 
+@on_ranks(1)
 def test_a_load_of_megatrons_format_beside_another_save(tmp_path):
-    assert run_ranks(1, _load_beside_a_save, tmp_path / "run") == [True]
+    folder = tmp_path / "run"
 
-
-def _load_beside_a_save(folder: Path) -> bool:
     def state(value: float) -> dict[str, ShardedTensor]:
         return {"w": ShardedTensor.from_rank_offsets("w", torch.full((8,), value))}
 
@@ -87,7 +87,7 @@ def _load_beside_a_save(folder: Path) -> bool:
         pytest.raises(CheckpointError, match="was replaced by another save while it was read"),
     ):
         checkpoints.load(state(0.0), folder)
-    return bool(checkpoints.load(state(0.0), folder)["w"].eq(2.0).all())
+    assert checkpoints.load(state(0.0), folder)["w"].eq(2.0).all()
 
 
 @pytest.mark.parametrize("write_one", [write, save])

@@ -21,6 +21,7 @@ from megatron_eopt.state.groups import continue_groups, steps_of
 from megatron_eopt.testing.scene import forget_megatron
 from tests.functional.saved_states import by_kind, differing, tensors_in
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.log import listening
 from tests.harness.models import assert_same, copies_of
 from tests.unit.storage.full_state import (
@@ -225,7 +226,8 @@ def test_no_sharded_tensor_is_made_but_those_that_are_asked_for(is_loading):
     assert made == asked_for > 20
 
 
-def _synced() -> None:
+@on_ranks(2)
+def test_the_model_gets_the_main_weights_when_asked():
     for dtype in (torch.bfloat16, torch.float32):
         late = {"overlap_param_gather": True}
         for ddp, config in (({}, {}), (OVERLAP, late), (PLAIN, {}), (PLAIN, PLAIN)):
@@ -243,25 +245,17 @@ def _synced() -> None:
                 assert all(map(torch.equal, chunk.parameters(), before)), (case, child)
 
 
-def gathers_of_a_load(case: Case, folder: str) -> int:
-    """Return how often a load gathers the model's buckets."""
-    save_one(case, folder)
+@pytest.mark.parametrize("case", [Case("muon", BF16), Case("muon", MOE, {"ep": 2})])
+@on_ranks(2)
+def test_a_load_gathers_once_for_all_optimizers(tmp_path, case):
+    save_one(case, tmp_path)
     forget_megatron()
     gather = DistributedDataParallel.start_param_sync
     with mock.patch.object(
         DistributedDataParallel, "start_param_sync", autospec=True, side_effect=gather
     ) as calls:
-        resume(case, folder)
-    return int(calls.call_count)
-
-
-@pytest.mark.parametrize("case", [Case("muon", BF16), Case("muon", MOE, {"ep": 2})])
-def test_a_load_gathers_once_for_all_optimizers(tmp_path, case):
-    assert run_ranks(2, gathers_of_a_load, case, str(tmp_path)) == [1, 1]
-
-
-def test_the_model_gets_the_main_weights_when_asked():
-    run_ranks(2, _synced)
+        resume(case, tmp_path)
+    assert calls.call_count == 1
 
 
 def test_how_torch_computes_is_not_a_matter_of_checkpoints():
@@ -341,16 +335,11 @@ def test_old_checkpoints_of_an_own_loop():
             assert torch.equal(value, saved["state"][number][key])
 
 
-def keys_by_mode() -> list[set[str]]:
-    """Return the names of what is saved, by tensor-parallel mode."""
-    found = []
+@on_ranks(1)
+def test_without_tensor_parallelism_a_slab_is_the_whole_weight():
+    names = []
     for mode in ("blockwise", "duplicated"):
         case = Case("adaptive_muon", DENSE, config={**NORMUON, "muon_tp_mode": mode})
-        found.append({*full_state(case, *build(case))})
+        names.append({*full_state(case, *build(case))})
         forget_megatron()
-    return found
-
-
-def test_without_tensor_parallelism_a_slab_is_the_whole_weight():
-    blockwise, duplicated = run_ranks(1, keys_by_mode)[0]
-    assert blockwise == duplicated
+    assert names[0] == names[1]

@@ -18,6 +18,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.config.registry import optimizer_names
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import RankError, run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.storage.full_state import (
     Case,
@@ -71,8 +72,15 @@ def test_every_kind_of_optimizer_continues(tmp_path, ranks, cases):
         assert [key for key in whole if "state." in key and "mlp.linear_fc2" in key], case
 
 
-def saved_in_background(case: Case, folder: str) -> list[str]:
-    """Return what differs if training goes on while a checkpoint is written."""
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(plain("muon", BF16), marks=pytest.mark.long), Case("muon", BF16)],
+    ids=["plain", "sharded"],
+)
+@on_ranks(2)
+def test_a_checkpoint_may_be_written_in_the_background(tmp_path, case):
+    """Training goes on meanwhile."""
+    folder = str(tmp_path)
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 2)
     before = full_state(case, chunk, optimizer)
@@ -88,16 +96,7 @@ def saved_in_background(case: Case, folder: str) -> list[str]:
     calls.close()
     forget_megatron()
     found = load([case], folder)
-    return differences(before, found[0]) if found else []
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(plain("muon", BF16), marks=pytest.mark.long), Case("muon", BF16)],
-    ids=["plain", "sharded"],
-)
-def test_a_checkpoint_may_be_written_in_the_background(tmp_path, case):
-    assert run_ranks(2, saved_in_background, case, str(tmp_path)) == [[], []]
+    assert not found or not differences(before, found[0])
 
 
 MOVED = [plain("muon", BF16), *ADAPTIVE[1:]]
@@ -188,7 +187,8 @@ def test_state_continues(tmp_path, name):
     run_ranks(ranks, gone_on, cases, str(tmp_path), timeout=300)
 
 
-def _refusals() -> None:
+@on_ranks(1)
+def test_state_that_does_not_fit_is_refused():
     muon, adam = plain("muon"), plain("adam")
     states = {"muon": build(muon)[1].state_dict(), "adam": build(adam)[1].state_dict()}
     # three groups of Adam, where two are wanted, and no names of their parameters
@@ -209,11 +209,8 @@ def _refusals() -> None:
             build(case)[1].load_state_dict(state)
 
 
-def test_state_that_does_not_fit_is_refused():
-    run_ranks(1, _refusals)
-
-
-def _other_rates() -> None:
+@on_ranks(1)
+def test_resume_with_another_learning_rate():
     """Groups keep their identity over a resume, also with another learning rate."""
     dtypes = (torch.float32, torch.bfloat16)
     cases = [
@@ -239,12 +236,10 @@ def _other_rates() -> None:
         forget_megatron()
 
 
-def test_resume_with_another_learning_rate():
-    run_ranks(1, _other_rates)
-
-
-def around_dictionaries(case: Case) -> None:
-    """Save and load the state of the optimizer in a chain, as a user's own code does."""
+@on_ranks(1)
+def test_an_optimizer_in_a_chain_saves_and_loads_its_own_state():
+    """As a user's own code does."""
+    case = replace(IN_FEW_BITS[2], parallel={})
     chunk, chain = build(case)
     steps(case, chunk, chain, 0, 2)
     (member, *_) = chain.chained_optimizers
@@ -266,7 +261,3 @@ def around_dictionaries(case: Case) -> None:
     inner.param_groups[0]["params"].append(new)
     with pytest.raises(ConfigurationError, match="new parameter"):
         inner.step()
-
-
-def test_an_optimizer_in_a_chain_saves_and_loads_its_own_state():
-    run_ranks(1, around_dictionaries, replace(IN_FEW_BITS[2], parallel={}))

@@ -13,7 +13,7 @@ from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.math import passes
 from megatron_eopt.optimizers import muon_rule
 from megatron_eopt.testing.scene import forget_megatron
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import forward_backward, synthetic_batch, tiny_gpt, wrap_ddp
 from tests.harness.streams import LateStream, late_streams
@@ -111,9 +111,10 @@ def trained(name: str, way: str, parallel: dict[str, int]) -> dict[str, Any]:
     return found
 
 
-def differing(parallel: dict[str, int]) -> list[str]:
-    """Return what differs from plain steps, of all optimizers and ways."""
-    wrong = []
+@pytest.mark.parametrize("world", mostly_long(WORLDS, 2))
+@on_ranks("world")
+def test_every_way_to_step_has_the_bits_of_plain_steps(world):
+    wrong, parallel = [], WORLDS[world]
     for name in OPTIMIZERS:
         expected = trained(name, "plain", parallel)
         for way in SERVED[name]:
@@ -121,9 +122,4 @@ def differing(parallel: dict[str, int]) -> list[str]:
             for (what, value), other in zip(expected.items(), found.values(), strict=True):
                 same = torch.equal(*map(torch.as_tensor, (value, other)))
                 wrong += [] if same else [f"{name}, {way}: {what}"]
-    return wrong
-
-
-@pytest.mark.parametrize("world", mostly_long(WORLDS, 2))
-def test_every_way_to_step_has_the_bits_of_plain_steps(world):
-    assert not [wrong for rank in run_ranks(world, differing, WORLDS[world]) for wrong in rank]
+    assert not wrong
