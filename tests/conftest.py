@@ -1,13 +1,12 @@
 """What all tests share."""
 
 import gc
+import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_eopt.megatron_core.upstream import untested_releases
-from tests.harness import close_pools
-from tests.harness.long_results import LongResults
+# nothing that imports torch, since the process that starts pytest-xdist's workers runs no test
 
 
 def pytest_addoption(parser):
@@ -23,10 +22,14 @@ def pytest_configure(config):
     path = config.getoption("--write-results")
     # workers report to the process that started them, which writes
     if path is not None and not hasattr(config, "workerinput"):
+        from tests.harness.long_results import LongResults
+
         config.pluginmanager.register(LongResults(path.absolute()))
 
 
 def pytest_runtest_setup(item):
+    from megatron_eopt.megatron_core.upstream import untested_releases
+
     if item.get_closest_marker("tested_release") and (other := untested_releases()):
         pytest.skip(f"with {' and '.join(other)}")
 
@@ -36,4 +39,5 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    close_pools()
+    if harness := sys.modules.get("tests.harness"):
+        harness.close_pools()
