@@ -81,8 +81,8 @@ _HANDLERS: dict[Any, Handler] = {
 }
 
 
-_WITHOUT_KEYWORDS = {*_HANDLERS, *MAY_DRAW_FOR_HOST, *default_device._device_constructors()}
-"""Functions of which calls without keywords may need others."""
+_ALWAYS_CHECKED = {*_HANDLERS, *MAY_DRAW_FOR_HOST, *default_device._device_constructors()}
+"""Functions of which calls without keywords may change, too."""
 
 
 def _default_is_a_gpu(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
@@ -113,7 +113,7 @@ class CudaIsCpu(TorchFunctionMode):
     ) -> Any:
         """Call ``func`` with the CPU in place of every GPU in its arguments."""
         # every torch call passes here, so the common path must be short
-        if (not kwargs and func not in _WITHOUT_KEYWORDS) or not self.on:
+        if (not kwargs and func not in _ALWAYS_CHECKED) or not self.on:
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megatron_eopt.base.log import warn
+from megatron_eopt.base.agreement import is_rank_0
 from megatron_eopt.optimizers.update_rule import ParamGroup
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class RatesApart:
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._rates = [group["lr"] for group in groups]
         numbers = {rate for rate in self._rates if not isinstance(rate, Tensor)}
-        self._watches = len(numbers) > 1
+        self._watches = len(numbers) > 1 and is_rank_0()
 
     def warn(self, groups: Sequence[ParamGroup]) -> None:
         """Log one warning once groups that had several rates have one, other than 0."""
@@ -39,4 +39,4 @@ class RatesApart:
             if len(rates) > 1 and self._watches:
                 self._watches = False
                 text = " and ".join(f"{one:g}" for one in sorted(rates))
-                warn(logger, _TEXT, rate, text)
+                logger.warning(_TEXT, rate, text)

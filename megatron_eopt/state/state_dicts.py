@@ -213,7 +213,7 @@ class SavedStateDict(NamedTuple):
         if self.is_by_order and report.lacks:
             raise _unnamed(report.lacks)
         # of an optimizer that has not stepped, nothing is lost
-        found = True if not self.writers else found
+        found = True if not self.writers and self.groups else found
         report.refuse("state_dict", has_stepped=has_stepped, found=found)
         log_lines(report.lines)
         return result

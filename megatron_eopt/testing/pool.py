@@ -24,7 +24,7 @@ from unittest import mock
 
 from torch._C._distributed_c10d import TCPStore
 
-from megatron_eopt.testing.worker import FORGET, Job, Reply, serve
+from megatron_eopt.testing.worker import FORGET, PRELOADED, Job, Reply, serve
 
 START_TIMEOUT_S = 180.0
 CROWD = 300
@@ -75,7 +75,7 @@ class Pool:
 
     def __init__(self, world_size: int, *, fresh: bool = False) -> None:
         self._context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
-        self._context.set_forkserver_preload(["megatron_eopt.testing.preloaded"])
+        self._context.set_forkserver_preload(list(PRELOADED))
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._jobs = itertools.count()
         # in a file, each group that ranks make would wait for sleeps of 10 ms

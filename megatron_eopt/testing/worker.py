@@ -19,6 +19,14 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from megatron_eopt.testing.scene import connect, forget_everything, watch_wrapped_models
 
+# imported once by the server process that the workers are forked from
+PRELOADED = (
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.training.training",
+    "megatron_eopt.megatron_lm",
+)
+
+
 FORGET = b""
 """Message that all ranks have ended the job."""
 

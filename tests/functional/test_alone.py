@@ -63,10 +63,10 @@ def test_the_core_needs_no_outside_room(core):
     line = "from megatron_eopt import cpu, megatron_lm\n"
     assert line in text
     own = "import cpu_back_end as cpu\nfrom megatron_eopt import megatron_lm\n"
-    # in the same process, which needs seconds to import what they do
+    # in the same processes, which need seconds to import what they do
     (core / "pretrain.py").write_text(OWN_LOOP + text.replace(line, own))
     flags = [*TINY, "--optimizer", "muon", "--use-distributed-optimizer", "--exit-interval", "4"]
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 1)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2)
     printed = run(*torchrun, core / "pretrain.py", *flags, path=core)
     assert len(losses(printed)) == 4
-    assert printed.count(f"an own loop has stepped with {core}") == 1
+    assert printed.count(f"an own loop has stepped with {core}") == 2

@@ -57,7 +57,9 @@ OUTCOMES = {
 }
 """What becomes of the state of a matrix, by the optimizers that save and load it."""
 
-FEW = {pair: its for pair, its in OUTCOMES.items() if {*pair} <= {"adam", "normuon", "soap"}}
+FEW = {
+    pair: its for pair, its in OUTCOMES.items() if {*pair} <= {"adam", "muon", "normuon", "soap"}
+}
 some_or_all = pytest.mark.parametrize(
     "outcomes", [FEW, pytest.param(OUTCOMES, marks=pytest.mark.long)], ids=["some", "all"]
 )

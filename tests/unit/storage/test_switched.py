@@ -42,15 +42,15 @@ def test_moments_of_another_optimizer_begin_anew_together(tmp_path):
 
 @on_ranks(2)
 def test_state_that_one_rank_has_not_loaded_is_refused_on_all(tmp_path):
-    folder = str(tmp_path)
     case = Case("adam")
-    save_one(case, folder)
+    save_one(case, tmp_path)
     chunk, optimizer = build(case)
     wanted = sharded(case, chunk, optimizer, is_loading=True)
-    state = dist_checkpointing.load(wanted, folder)["optimizer"]
+    state = dist_checkpointing.load(wanted, str(tmp_path))["optimizer"]
     if torch.distributed.get_rank() == 1:
         del state["param_state"]["values"]["1"]
-    with pytest.raises(ConfigurationError, match="must have all state of the same") as error:
+    told = "must have all state of the same optimizer"
+    with pytest.raises(ConfigurationError, match=told) as error:
         optimizer.load_state_dict(state)
     assert len(gather_unique([str(error.value)])) == 1
 

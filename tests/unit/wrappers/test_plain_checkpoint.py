@@ -80,22 +80,21 @@ def test_every_kind_of_optimizer_continues(tmp_path, ranks, cases):
 @on_ranks(2)
 def test_a_checkpoint_may_be_written_in_the_background(tmp_path, case):
     """Training goes on meanwhile."""
-    folder = str(tmp_path)
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 2)
     before = full_state(case, chunk, optimizer)
     state = sharded(case, chunk, optimizer, is_loading=False)
     calls = AsyncCallsQueue()
     if torch.distributed.get_rank() == 0:
-        (Path(folder) / "0").mkdir()
+        (tmp_path / "0").mkdir()
     torch.distributed.barrier()
     how = {"async_sharded_save": True, "async_strategy": "mcore"}
-    calls.schedule_async_request(dist_checkpointing.save(state, f"{folder}/0", **how))
+    calls.schedule_async_request(dist_checkpointing.save(state, f"{tmp_path}/0", **how))
     steps(case, chunk, optimizer, 2, 4)
     calls.maybe_finalize_async_calls(blocking=True)
     calls.close()
     forget_megatron()
-    found = load([case], folder)
+    found = load([case], str(tmp_path))
     assert not found or not differences(before, found[0])
 
 
