@@ -49,6 +49,9 @@ class MuonTrainer(transformers.Trainer):
             would train a model of its own, or with DeepSpeed.
     """
 
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any
+
     def __init__(
         self,
         *args: Any,
@@ -93,7 +96,7 @@ class MuonTrainer(transformers.Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Resume at the checkpoint's step of this run's schedule, with this run's rates."""
-        scheduler: Any = self.lr_scheduler
+        scheduler = self.lr_scheduler
 
         def resume(saved: dict[str, Any]) -> None:
             # without rates, which torch matches by the order of groups: overrides change it
@@ -102,8 +105,7 @@ class MuonTrainer(transformers.Trainer):
             scheduler.step()
 
         if isinstance(scheduler, LambdaLR):
-            stand_in: Any = SimpleNamespace(load_state_dict=resume)
-            self.lr_scheduler = stand_in
+            self.lr_scheduler = SimpleNamespace(load_state_dict=resume)
         with self._reading_adamw(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         self.lr_scheduler = scheduler
