@@ -2,15 +2,9 @@
 
 import pytest
 
-from tests.functional import golden
+from tests.functional import comparer, golden
 from tests.functional.case_files import Variant, load_cases
-from tests.functional.comparer import (
-    RESUME,
-    differences,
-    differences_from,
-    largest_difference,
-    tolerances_of,
-)
+from tests.functional.comparer import RESUME, differences, differences_from, tolerances_of
 from tests.functional.runner import run_measured, run_resume, run_variant
 
 CASES = load_cases()
@@ -66,7 +60,9 @@ def test_parity(case, record_property):
     for name, metrics in runs.items():
         found = differences(expected, metrics, tolerances)
         assert not found, "\n".join([f"{name} against {first}:", *found])
-    worst = max(largest_difference(expected, metrics, "lm loss") for metrics in runs.values())
+    worst = max(
+        comparer.largest_difference(expected, metrics, "lm loss") for metrics in runs.values()
+    )
     record_property("largest relative difference of a loss", f"{worst:.1e}")
 
 

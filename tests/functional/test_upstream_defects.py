@@ -20,15 +20,8 @@ import torch
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
-from tests.unit.storage.full_state import (
-    Case,
-    build,
-    differences,
-    full_state,
-    resume,
-    save_one,
-    steps,
-)
+from tests.unit.storage import full_state
+from tests.unit.storage.full_state import Case, build, differences, resume, save_one, steps
 from tests.unit.storage.runs import DENSE, NORMUON, PLAIN
 
 # without learned position embeddings, which megatron-core's Muon orthogonalizes
@@ -58,7 +51,7 @@ def test_another_schedule_resumes(tmp_path, storage):
     _, new = build(case)
     assert found == [(g["max_lr"], g["min_lr"]) for g in new.param_groups], found
     assert {lr for lr, _ in found} == {0.02, 0.04}, found
-    different = differences(saved, full_state(case, chunk, optimizer))
+    different = differences(saved, full_state.full_state(case, chunk, optimizer))
     assert not different, different
 
 
@@ -81,7 +74,7 @@ def load_at(cases: list[Case], folder: str) -> list[dict[str, Any]]:
     states = []
     for case in cases:
         chunk, optimizer = resume(case, folder)
-        states.append(full_state(case, chunk, optimizer))
+        states.append(full_state.full_state(case, chunk, optimizer))
         steps(case, chunk, optimizer, 2, 3)
         forget_megatron()
     return states if torch.distributed.get_rank() == 0 else []

@@ -16,17 +16,8 @@ from megatron_eopt.megatron_core.buckets import finish_gathers
 from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
 from tests.harness.long_results import record_faults
-from tests.unit.storage.runs import (
-    BF16,
-    FP16,
-    OVERLAP,
-    PLAIN,
-    SHARDED,
-    Run,
-    gradients,
-    make_chunk,
-    set_lr,
-)
+from tests.unit.storage import runs
+from tests.unit.storage.runs import BF16, FP16, OVERLAP, PLAIN, SHARDED, Run, gradients, set_lr
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -70,7 +61,7 @@ def suffer(run: Run, faults: list[Fault]) -> list[str]:
 
     Asserts that weights and state are those before the step, and right after it.
     """
-    chunk = make_chunk(run)
+    chunk = runs.make_chunk(run)
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, min_lr=0.001, **run.config)
     optimizer = megatron_eopt.get_megatron_optimizer(config, [chunk])
     set_lr(optimizer, config)

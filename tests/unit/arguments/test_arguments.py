@@ -13,7 +13,7 @@ from benchmarks.compare_optimizers.__main__ import checked
 from benchmarks.compare_optimizers.__main__ import parser as of_comparison
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.arguments import add_arguments, config_from_args
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 
 EXAMPLE = str(Path(__file__).resolve().parents[3] / "examples" / "my_optimizer.py")
 PREFIXES = ("muon_", "adaptive_muon_", "soap_", "lion_")
@@ -63,21 +63,16 @@ def test_given_flags_win(defaults):
     assert not config.muon_split_qkv
 
 
-def _parsed(flags: list[str], folder: str) -> tuple[str, list[str]]:
-    args = parser().parse_args(flags)
-    own = ["--optimizers", args.optimizer, "--import", EXAMPLE, "--out", folder]
-    arguments, rest = of_comparison().parse_known_args(own)
-    _, settings = checked(arguments, rest)
-    return args.optimizer, list(settings.flags)
-
-
 # in another process, because an optimizer of a file stays registered
 @pytest.mark.parametrize("first", ["--import", "--optimizer"])
+@on_ranks(1)
 def test_the_optimizer_of_a_file_can_be_chosen(first, tmp_path):
     flags = {"--import": EXAMPLE, "--optimizer": "sign_per_matrix"}
-    given = [first, flags.pop(first), *next(iter(flags.items()))]
-    name, of_trainer = run_ranks(1, _parsed, given, str(tmp_path))[0]
-    assert (name, of_trainer) == ("sign_per_matrix", ["--import", EXAMPLE])
+    args = parser().parse_args([first, flags.pop(first), *next(iter(flags.items()))])
+    assert args.optimizer == "sign_per_matrix"
+    own = ["--optimizers", args.optimizer, "--import", EXAMPLE, "--out", str(tmp_path)]
+    _, settings = checked(*of_comparison().parse_known_args(own))
+    assert list(settings.flags) == ["--import", EXAMPLE]
 
 
 def test_a_file_that_cannot_be_imported_is_refused(tmp_path):

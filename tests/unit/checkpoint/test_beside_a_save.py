@@ -21,17 +21,8 @@ from megatron_eopt.guard.saves import begin, replacing
 from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.endings import errors_of
-from tests.unit.checkpoint.test_unfinished import (
-    NEW,
-    NEWER,
-    OLD,
-    KilledError,
-    calling_at,
-    killed_after,
-    loaded,
-    read,
-    write,
-)
+from tests.unit.checkpoint import test_unfinished
+from tests.unit.checkpoint.test_unfinished import NEW, NEWER, OLD, calling_at, loaded, read, write
 
 
 def save(folder: Path, content: int, files: int = 1) -> None:
@@ -164,9 +155,9 @@ def test_a_kill_leaves_no_mixture_on_a_mount_point(tmp_path, is_listed, caplog):
         else:
             write(folder, OLD, files=2)
         try:
-            with mounted(folder), killed_after(count):
+            with mounted(folder), test_unfinished.killed_after(count):
                 save_there(folder)
-        except KilledError:
+        except test_unfinished.KilledError:
             with contextlib.suppress(CheckpointError):
                 assert loaded(folder) in (OLD, NEW)
         else:

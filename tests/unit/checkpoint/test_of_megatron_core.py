@@ -25,20 +25,8 @@ from tests.functional.saved_states import by_kind, tensors_in
 from tests.harness import run_ranks
 from tests.harness.models import copies_of
 from tests.harness.tiers import mostly_long
-from tests.unit.storage.full_state import (
-    Case,
-    build,
-    differences,
-    full_state,
-    load,
-    optimizer_over,
-    resume,
-    save_one,
-    sharded,
-    steps,
-    unwrapped,
-    write,
-)
+from tests.unit.storage import full_state
+from tests.unit.storage.full_state import Case, build, load, resume, steps, unwrapped, write
 from tests.unit.storage.runs import DENSE, MOE, REPLICATED, make_chunk
 from tests.unit.storage.test_resharding import BF16, SMALL_BUCKETS
 
@@ -63,7 +51,7 @@ def written(cases: list[Case], folder: str) -> list[dict[Any, torch.Tensor]]:
             if one.stock:
                 write(one, chunk, optimizer, Path(folder, str(number)))
             else:
-                found.append(moments(full_state(one, chunk, optimizer)))
+                found.append(moments(full_state.full_state(one, chunk, optimizer)))
             forget_megatron()
     return found
 
@@ -107,7 +95,7 @@ def refusal(case: Case, folder: str) -> str:
     """Return the error of a load, which changes nothing."""
     chunk, optimizer = build(case)
     before = [param.detach().clone() for param in chunk.parameters()]
-    asked = sharded(case, chunk, optimizer, is_loading=True)
+    asked = full_state.sharded(case, chunk, optimizer, is_loading=True)
     try:
         checkpoints.load(asked, folder)
     except ValueError as error:
@@ -172,7 +160,7 @@ def test_megatron_core_reads_what_this_package_writes(tmp_path, ranks, parallel)
     mine = run_ranks(2, saved_as_asked, ours, str(tmp_path))[0]
     stock = replace(ours, stock=True, parallel=parallel)
     theirs = run_ranks(ranks, read_by_stock, stock, str(tmp_path))[0]
-    assert not differences(mine, theirs)
+    assert not full_state.differences(mine, theirs)
 
 
 @given(numels=st.lists(st.integers(1, 300), min_size=1), most=st.integers(1, 600))
@@ -230,7 +218,7 @@ def of_stock(case: Case, padded: bool) -> tuple[Any, Any]:
 
     stock = replace(case, stock=True, config=LAYER_WISE)
     chunk = make_chunk(stock.run, wrap)
-    return chunk, optimizer_over(stock, [chunk])
+    return chunk, full_state.optimizer_over(stock, [chunk])
 
 
 def save_stock(case: Case, padded: bool, folder: str) -> dict[str, torch.Tensor]:
@@ -245,7 +233,7 @@ def save_stock(case: Case, padded: bool, folder: str) -> dict[str, torch.Tensor]
 def go_on(case: Case, folder: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Load, and step twice; return the whole state that was loaded and this rank's weights."""
     chunk, optimizer = resume(case, folder)
-    loaded = full_state(case, chunk, optimizer)
+    loaded = full_state.full_state(case, chunk, optimizer)
     steps(case, chunk, optimizer, 2, 4)
     return loaded, copies_of(unwrapped(chunk))
 
@@ -288,7 +276,7 @@ def resume_in_stock(case: Case, folder: str) -> None:
 
 def test_dist_muon_resumes_ours(tmp_path):
     ours = replace(MODELS["dense"], **REPLICATED)
-    run_ranks(2, save_one, ours, str(tmp_path))
+    run_ranks(2, full_state.save_one, ours, str(tmp_path))
     run_ranks(2, resume_in_stock, MODELS["dense"], str(tmp_path))
     mine, theirs = (by_kind(tensors_in(place)) for place in (tmp_path, tmp_path / "again"))
     assert theirs

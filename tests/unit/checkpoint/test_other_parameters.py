@@ -33,15 +33,8 @@ from tests.harness.log import listening
 from tests.harness.models import assert_same, copies_of
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import eager
-from tests.unit.storage.full_state import (
-    Case,
-    build,
-    full_state,
-    resume_as,
-    steps,
-    unwrapped,
-    write_as,
-)
+from tests.unit.storage import full_state
+from tests.unit.storage.full_state import Case, build, resume_as, steps, unwrapped, write_as
 from tests.unit.storage.runs import PLAIN, REPLICATED
 
 NAMES = ("a", "b", "c", "d", "e")
@@ -299,11 +292,16 @@ def through(
     chunk, optimizer = build(writer)
     steps(writer, chunk, optimizer, 0, 2)
     weights = write_as(form, writer, chunk, optimizer, Path(folder))
-    before = full_state(writer, chunk, optimizer)
+    before = full_state.full_state(writer, chunk, optimizer)
     forget_megatron()
     with listening() as lines:
         chunk, optimizer = resume_as(form, reader, Path(folder), weights)
-    return before, full_state(reader, chunk, optimizer), lines, copies_of(unwrapped(chunk))
+    return (
+        before,
+        full_state.full_state(reader, chunk, optimizer),
+        lines,
+        copies_of(unwrapped(chunk)),
+    )
 
 
 @pytest.mark.parametrize(

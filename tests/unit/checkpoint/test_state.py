@@ -24,16 +24,8 @@ from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.log import listening
 from tests.harness.models import assert_same, copies_of
-from tests.unit.storage.full_state import (
-    Case,
-    build,
-    full_state,
-    resume,
-    save_one,
-    steps,
-    unwrapped,
-    write,
-)
+from tests.unit.storage import full_state
+from tests.unit.storage.full_state import Case, build, resume, save_one, steps, unwrapped, write
 from tests.unit.storage.runs import DENSE, MOE, NORMUON, OVERLAP, PLAIN, REPLICATED
 
 BF16 = {**DENSE, "query_groups": 4, "dtype": torch.bfloat16}
@@ -109,6 +101,13 @@ def test_state_without_a_step_is_loaded(tmp_path):
     assert outcome(2, Case("adam", BF16), tmp_path)[:2] == ("", "")
 
 
+def test_another_model_is_named(tmp_path):
+    run_ranks(2, save_one, Case("muon", DENSE), str(tmp_path))
+    error, *_ = outcome(2, Case("muon", DENSE | {"query_groups": 4}), tmp_path)
+    assert "has shape" in error
+    assert "Load a checkpoint of this model" in error
+
+
 def moments(state: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
     """Return the state of one kind by names of parameters."""
     return {name: value for (its, name), value in by_kind(state).items() if its == kind}
@@ -151,7 +150,7 @@ def save_by_place(case: Case, folder: str) -> dict[str, Any]:
 
 
 def resumed(case: Case, folder: str) -> dict[str, Any]:
-    return full_state(case, *resume(case, folder))
+    return full_state.full_state(case, *resume(case, folder))
 
 
 def test_places_in_a_chain_of_megatrons_do_not_matter(tmp_path):
@@ -207,23 +206,17 @@ def test_float32_models_and_frozen_parameters_get_their_part_of_16_bits(tmp_path
     assert "linear_fc1.weight: is left out" in log
 
 
-def _made(is_loading: bool) -> tuple[int, int]:
-    """Return how many sharded tensors are asked for, and how many are made for that."""
-    case = Case("muon", {**BF16, "gated": False})
-    chunk, optimizer = build(case)
+@pytest.mark.parametrize("is_loading", [False, True])
+@on_ranks(1)
+def test_no_sharded_tensor_is_made_but_those_that_are_asked_for(is_loading):
+    chunk, optimizer = build(Case("muon", {**BF16, "gated": False}))
     model = unwrapped(chunk).sharded_state_dict()
     check = ShardedTensor.__post_init__
     with mock.patch.object(
         ShardedTensor, "__post_init__", autospec=True, side_effect=check
     ) as made:
         state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=FORM)
-    return len(list(tensors(state))), made.call_count
-
-
-@pytest.mark.parametrize("is_loading", [False, True])
-def test_no_sharded_tensor_is_made_but_those_that_are_asked_for(is_loading):
-    asked_for, made = run_ranks(1, _made, is_loading)[0]
-    assert made == asked_for > 20
+    assert made.call_count == len(list(tensors(state))) > 20
 
 
 @on_ranks(2)
@@ -295,7 +288,7 @@ MODEL |= {"vocabulary": 32, "dtype": torch.bfloat16}
 
 def loaded(storage: dict[str, Any]) -> dict[str, Any]:
     case = Case("muon", MODEL, **storage)
-    return full_state(case, *resume(case, DATA / "sharded"))
+    return full_state.full_state(case, *resume(case, DATA / "sharded"))
 
 
 @pytest.mark.parametrize(("ranks", "storage"), [(1, {}), (2, {}), (1, REPLICATED)])
@@ -340,6 +333,6 @@ def test_without_tensor_parallelism_a_slab_is_the_whole_weight():
     names = []
     for mode in ("blockwise", "duplicated"):
         case = Case("adaptive_muon", DENSE, config={**NORMUON, "muon_tp_mode": mode})
-        names.append({*full_state(case, *build(case))})
+        names.append({*full_state.full_state(case, *build(case))})
         forget_megatron()
     assert names[0] == names[1]

@@ -1,6 +1,7 @@
 """A process that is killed at any moment of a save leaves a complete checkpoint, or none."""
 
 import contextlib
+import errno
 import itertools
 import os
 import shutil
@@ -216,6 +217,13 @@ def test_files_of_more_ranks_are_not_mixed_with_new_ones(tmp_path):
     save(folder, NEW)
     assert loaded(folder) == NEW
     assert len(list(folder.glob("*.distcp"))) == 1
+
+
+def test_what_cannot_be_deleted_fails_no_save(tmp_path, monkeypatch):
+    save(folder := tmp_path / "iter_0000002", OLD)
+    monkeypatch.setattr(os, "rmdir", mock.Mock(side_effect=OSError(errno.EBUSY, "busy")))
+    save(folder, NEW)
+    assert loaded(folder) == NEW
 
 
 @pytest.mark.parametrize("exists", [True, False])

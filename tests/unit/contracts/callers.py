@@ -11,15 +11,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_eopt import get_megatron_optimizer
+from tests.harness import models
 from tests.harness.megatron import initialize_megatron
-from tests.harness.models import (
-    assert_same,
-    copies_of,
-    forward_backward,
-    synthetic_batch,
-    tiny_gpt,
-    wrap_ddp,
-)
+from tests.harness.models import assert_same, copies_of, synthetic_batch, tiny_gpt, wrap_ddp
 from tests.unit.storage.runs import FP16, SHARDED
 
 Between = Callable[[Any, Any], None]
@@ -75,7 +69,7 @@ def gradients(chunk: Any, optimizer: Any, step: int) -> None:
     """Zero and compute the gradients of one step."""
     optimizer.zero_grad()
     rank = parallel_state.get_data_parallel_rank()
-    forward_backward([chunk], [synthetic_batch(1000 * rank + step)])
+    models.forward_backward([chunk], [synthetic_batch(1000 * rank + step)])
 
 
 @dataclass

@@ -9,22 +9,14 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from tests.harness import run_ranks
 from tests.harness.models import assert_same, copies_of
-from tests.unit.contracts.callers import (
-    STORAGES,
-    build,
-    elsewhere,
-    gradients,
-    main_params,
-    scheduler_of,
-    state_tensors,
-    train,
-)
+from tests.unit.contracts import callers
+from tests.unit.contracts.callers import STORAGES, build, elsewhere, gradients, main_params, train
 
 
 def _offload_every_state_tensor(optimizer: Any, chunk: Any) -> None:
     """As NeMo-RL and slime: replace each state tensor by its copy on the host, and back."""
     for _ in range(2):
-        for state, key in list(state_tensors(optimizer)):
+        for state, key in list(callers.state_tensors(optimizer)):
             state[key] = elsewhere(state[key])
 
 
@@ -108,7 +100,7 @@ def test_training_goes_on_as_if_nothing_had_been_moved_or_read(storage, dtype):
 def _overflow(storage: str) -> None:
     """Prepare gradients that overflow twice, leave the step out or not, then go on."""
     chunk, optimizer = build(STORAGES[storage], "float16")
-    scheduler_of(optimizer).step(2)
+    callers.scheduler_of(optimizer).step(2)
     told = []
     for step, (is_bad, do_step) in enumerate([(True, True), (True, False), (False, True)]):
         gradients(chunk, optimizer, step)
@@ -128,16 +120,16 @@ def _reads(storage: str) -> None:
     assert optimizer.get_loss_scale().item() == 1.0
     assert optimizer.scale_loss(torch.tensor([3.0])).item() == 3.0
     assert float(optimizer.count_zeros() or 0) >= 0
-    scheduler = scheduler_of(optimizer)
+    scheduler = callers.scheduler_of(optimizer)
     scheduler.step(2)
     for group in optimizer.param_groups:
         assert group["lr"] == 0.01
         assert group["is_decoupled_lr"] is False
     gradients(chunk, optimizer, 0)
     optimizer.step()
-    assert all(state[key] is not None for state, key in state_tensors(optimizer))
+    assert all(state[key] is not None for state, key in callers.state_tensors(optimizer))
     assert sum(p.numel() for p in main_params(optimizer)) > 0
-    resumed = scheduler_of(build(STORAGES[storage], "bfloat16")[1])
+    resumed = callers.scheduler_of(build(STORAGES[storage], "bfloat16")[1])
     resumed.load_state_dict(scheduler.state_dict())
     assert resumed.optimizer.param_groups[0]["lr"] == 0.01
 
@@ -190,7 +182,7 @@ def _reset(storage: str) -> None:
         for group in child.optimizer.param_groups:
             if "step" in group:
                 group["step"] = 0
-    for state, key in state_tensors(optimizer):
+    for state, key in callers.state_tensors(optimizer):
         state[key].zero_()
     fresh_chunk, fresh = build(STORAGES[storage])
     for held, model in ((optimizer, chunk), (fresh, fresh_chunk)):

@@ -12,18 +12,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron_eopt import ConfigurationError
 from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
-from tests.harness import run_ranks
+from tests.harness import models, run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.log import listening
 from tests.harness.megatron import initialize_megatron
-from tests.harness.models import (
-    assert_same,
-    copies_of,
-    synthetic_batch,
-    tiny_gpt,
-    train_step,
-    wrap_ddp,
-)
+from tests.harness.models import assert_same, copies_of, synthetic_batch, train_step, wrap_ddp
 from tests.harness.tiers import mostly_long
 from tests.unit.contracts.callers import scheduler_of
 from tests.unit.storage.runs import OVERLAP
@@ -166,7 +159,7 @@ def only(chunk, part):
 def two_parts(sharded, dtype=torch.float32, *, plain_ddp=False, **ddp):
     torch.manual_seed(0)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    model = tiny_gpt(gated=True, query_groups=2, dtype=dtype)
+    model = models.tiny_gpt(gated=True, query_groups=2, dtype=dtype)
     return wrap_ddp(model, use_distributed_optimizer=sharded and not plain_ddp, **ddp)
 
 

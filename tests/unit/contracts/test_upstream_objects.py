@@ -152,9 +152,41 @@ def test_parameters_alone_step_as_those_of_known_chunks():
     for with_chunks in (True, False):
         chunk, _, _, chain = _wrapped(PLAIN, TensorParallelMuon, with_chunks=with_chunks)
         inject(PLAIN, chunk, 0)
+        for param in () if with_chunks else chunk.parameters():
+            param.grad, param.main_grad = param.main_grad, None
         chain.step()
         weights.append(copies_of(chunk))
     assert_same(*weights)
+
+
+@on_ranks(2)
+def test_a_gradient_in_another_tensor_is_the_one_that_counts():
+    weights = []
+    for is_moved in (False, True):
+        chunk = make_chunk(SHARDED)
+        chain = get_megatron_optimizer(config_of(use_distributed_optimizer=True), [chunk])
+        for step in range(2):
+            inject(SHARDED, chunk, step)
+            buffers = {p: p.main_grad for p in chunk.parameters()} if is_moved else {}
+            for param, buffer in buffers.items():
+                param.main_grad = buffer.clone()
+                buffer.fill_(step)
+            chain.step()
+            for param, buffer in buffers.items():
+                param.main_grad = buffer
+        weights.append(copies_of(chunk))
+    assert_same(*weights)
+
+
+@on_ranks(1)
+def test_groups_of_a_member_stay_as_they_are():
+    chain = get_megatron_optimizer(config_of(use_distributed_optimizer=True), [make_chunk(SHARDED)])
+    inner = chain.chained_optimizers[0].optimizer
+    with pytest.raises(ConfigurationError, match="add_param_group"):
+        inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    inner.param_groups.append({**inner.param_groups[0], "params": []})
+    with pytest.raises(ConfigurationError, match=r"param_groups=.* groups"):
+        chain.step()
 
 
 def _members_alone(prepared):

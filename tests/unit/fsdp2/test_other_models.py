@@ -138,17 +138,18 @@ def test_an_override_may_send_it_to_muon_all_the_same():
 HEADS = ("score", "classifier", "v_head", "value_head", "head", "fc", "final_layer")
 
 
-@pytest.mark.parametrize("name", [*HEADS, "proj_out", "readout"])
+@pytest.mark.parametrize("name", [*HEADS, "proj_out", "readout", "of_the_tables_shape"])
 def test_a_head_is_named(caplog, name):
     model = Language()
-    model.add_module(name, nn.Linear(16, 2))
+    model.add_module(name, nn.Linear(16, 24 if "shape" in name else 2))
     assert optimizers(model)[f"{name}.weight"] == "muon"
     (line,) = [text for text in caplog.messages if "looks like an output layer" in text]
     assert line.startswith(f"{name}: ")
     assert f"output_layers=['{name}']" in line
     caplog.clear()
     for pattern in (name, f"{name[:2]}*"):
-        assert optimizers(model, output_layers=[pattern])[f"{name}.weight"] == "adam"
+        for whole, its in ((model, name), (nn.Sequential(model), f"0.{name}")):
+            assert optimizers(whole, output_layers=[pattern])[f"{its}.weight"] == "adam"
     assert "looks like" not in caplog.text
 
 

@@ -82,6 +82,8 @@ def test_ranks_that_differ_and_parameters_beside_the_mesh():
     plain.extra = torch.nn.Linear(4, 4)
     error = refused(plain, config())
     assert error.startswith("extra.weight=(4, 4): is a plain tensor among DTensors"), error
+    plain.extra.requires_grad_(False)
+    build_optimizer(plain, config())
 
 
 @on_ranks(2)
@@ -129,6 +131,13 @@ def test_deepspeed_is_refused_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
     with pytest.raises(ConfigurationError, match=r"^DeepSpeed=True.* Use FSDP2 or DDP"):
         optimizer.step()
+
+
+def test_processes_that_train_alone_are_told_so(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with listening() as lines:
+        build_optimizer(make_model(), config())
+    assert any("WORLD_SIZE is 2, but processes are not connected" in line for line in lines)
 
 
 def test_float16_weights_are_named_since_they_are_rounded():

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.state.groups import match_all, take_settings
 from tests.functional.doc_commands import ROOT
 from tests.unit.checkpoint.test_load_rule import same
 from tests.unit.fsdp2.model import FLAT, eager
@@ -111,6 +112,29 @@ def test_named_state_is_loaded(writer: str, groups: str) -> None:
     for param in model.parameters():
         for key, value in theirs.state[param].items():
             assert torch.equal(torch.as_tensor(optimizer.state[param][key]), value), key
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.int, torch.Tensor.to_sparse])
+def test_state_of_other_numbers_is_named(change: Any) -> None:
+    model = Model()
+    optimizer = ours(model, "adam")
+    step(model, optimizer)
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg"] = change(saved["state"][0]["exp_avg"])
+    with pytest.raises(ConfigurationError, match="must be a dense tensor of real numbers"):
+        ours(model, "adam").load_state_dict(saved)
+
+
+def test_groups_of_another_optimizer_are_named() -> None:
+    saved, own = (ours(Model(), name).param_groups for name in ("soap", "muon"))
+    with pytest.raises(ConfigurationError, match=r"it lacks .*muon.* and has .*soap"):
+        match_all(saved, own)
+
+
+def test_without_the_rate_that_a_schedule_began_with_the_present_rate_stays() -> None:
+    group = {"group_id": "adam/0/max_lr", "lr": 0.1, "max_lr": 0.1}
+    take_settings(group, {"lr": 0.01, "eps": 0.5})
+    assert (group["lr"], group["eps"]) == (0.1, 0.5)
 
 
 def row_about(error: BaseException) -> str:

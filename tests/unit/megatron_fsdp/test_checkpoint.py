@@ -130,6 +130,9 @@ def keys_of_state(run: Run) -> list[str]:
     chunk = make_chunk(run)
     optimizer = make_optimizer(run, chunk)
     state = optimizer.sharded_state_dict({}, metadata=FORM)["state"]
+    # by the keyword of earlier releases, too
+    form = FORM["distrib_optim_sharding_type"]
+    assert optimizer.sharded_state_dict({}, sharding_type=form)["state"].keys() == state.keys()
     empty = [n for n, p in chunk.named_parameters() if not p.to_local().numel()]
     assert empty
     with pytest.raises(ConfigurationError, match="ckpt_format"):

@@ -22,17 +22,7 @@ from tests.unit.megatron_fsdp.runs import (
     train_in_ddp,
 )
 from tests.unit.storage import runs
-from tests.unit.storage.runs import (
-    MOE,
-    ZERO_EVERY,
-    Result,
-    Run,
-    check_steps,
-    deviation,
-    global_name,
-    global_values,
-    slab_of,
-)
+from tests.unit.storage.runs import MOE, ZERO_EVERY, Result, Run, deviation, global_name, slab_of
 
 pytestmark = pytest.mark.skipif(
     not hasattr(DistributedDataParallelConfig, "megatron_fsdp_version"),
@@ -54,7 +44,7 @@ def inject(run, chunk, step):
     """Set the gradients that a reduction would leave."""
     for name, param in chunk.named_parameters():
         slab = slab_of(name, param, run.model.get("gated", False))
-        values = global_values(global_name(name, run.model), slab, param.shape, 1 + step)
+        values = runs.global_values(global_name(name, run.model), slab, param.shape, 1 + step)
         # zeros to be counted
         values.view(-1)[::ZERO_EVERY] = 0
         unit = param._mfsdp_parameter_group()
@@ -106,4 +96,4 @@ def test_weights_norm_and_zeros_equal_one_process(name):
     expected = run_ranks(1, train_in_ddp, replace(run, parallel={}))[0]
     results = run_ranks(world, train, run)
     assert deviation(results, expected) < 1e-6
-    check_steps(results, expected)
+    runs.check_steps(results, expected)

@@ -13,7 +13,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmod
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
@@ -56,6 +56,12 @@ def gpt(settings: TransformerConfig, **spec: Any) -> GPTModel:
 def attention(settings: TransformerConfig) -> SelfAttention:
     spec = get_gpt_layer_local_spec().submodules.self_attention
     return SelfAttention(config=settings, submodules=spec.submodules, layer_number=1)
+
+
+def cross_attention(settings: TransformerConfig) -> CrossAttention:
+    submodules: Any = get_gpt_layer_local_spec().submodules.self_attention.submodules
+    submodules.linear_q = submodules.linear_kv = ColumnParallelLinear
+    return CrossAttention(settings, submodules, layer_number=1)
 
 
 def mla(settings: MLATransformerConfig, *, fused: bool = False) -> MLASelfAttention:

@@ -53,6 +53,11 @@ def test_gates_of_recurrent_layers_look_fused(layer, fused):
     assert table[f"block.{next(iter(fused), next(iter(layer._parameters)))}"][0] == "muon"
 
 
+def test_an_unknown_layer_of_three_parts_looks_fused():
+    _, lines = built(nn.ModuleDict({"block": nn.ModuleDict({"qkv": nn.Linear(16, 48)})}))
+    assert any("look fused" in line and "block.qkv.weight" in line for line in lines)
+
+
 def test_a_projection_of_one_head_is_no_unknown_one():
     sizes = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
     attention = nn.ModuleDict({name: nn.Linear(8, rows) for name, rows in sizes.items()})

@@ -48,6 +48,7 @@ GATED = {
 LINEAR = (16, 24)
 SECOND = {"linear_fc2.weight": ("experts", (3, 24, 8), "weight 24")}
 latent = partial(modules.mla, modules.mla_config())
+cross = partial(modules.cross_attention, modules.config(num_query_groups=4))
 
 KNOWN: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     # how it is built, which splits are on, and what they are
@@ -55,6 +56,7 @@ KNOWN: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "projections alone": (gpt, ("qkv",), QKV),
     "gates alone": (gpt, ("gated",), GATED),
     "nothing": (gpt, (), {}),
+    "cross attention": (cross, ALL, {"linear_kv.weight": ("qkv", (48, 24), "(k 6 | v 6) x 4")}),
     "one weight per expert": (
         modules.grouped_experts,
         ALL,
@@ -109,6 +111,7 @@ HEADS = [
         partial(modules.attention, modules.config()),
         {"q": (4, (6, 24)), "k": (2, (6, 24)), "v": (2, (6, 24))},
     ),
+    (cross, {"k": (4, (6, 24)), "v": (4, (6, 24))}),
     (latent, {"q_nope": (4, (6, 8)), "v": (4, (4, 6)), "kv": (1, (6, 24))}),
     (modules.gated_delta_net, {"query": (2, (3, 24)), "value": (4, (5, 24)), "beta": (1, (4, 24))}),
 ]
@@ -139,6 +142,13 @@ def test_one_weight_for_all_experts_is_a_stack_if_a_user_says_so() -> None:
         found = {route.parameter.name: route.optimizer for route in routes}
         stacks = [f"experts.linear_fc{number}.weight" for number in (1, 2)]
         assert found == {"proj.weight": "muon"} | dict.fromkeys(stacks, optimizer)
+
+
+def test_a_split_that_is_none_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    model.weight.eopt_split = "rows"  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match=r"^weight\.eopt_split='rows': must be a .*Split"):
+        table(model)
 
 
 class Ported(nn.Module):

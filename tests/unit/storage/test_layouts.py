@@ -11,17 +11,8 @@ from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import assert_same
 from tests.harness.tiers import mostly_long
-from tests.unit.storage.runs import (
-    DENSE,
-    INSTANCES,
-    MOE,
-    SHARED_EXPERTS,
-    Result,
-    Run,
-    check_steps,
-    deviation,
-    train,
-)
+from tests.unit.storage import runs
+from tests.unit.storage.runs import INSTANCES, MOE, SHARED_EXPERTS, Result, Run, deviation, train
 
 # One process of megatron-core's plain Muon is the reference. Per step an update rounds to about
 # 1e-7 of its size, and Newton-Schulz in float32 amplifies differences of the clipped gradients
@@ -55,7 +46,7 @@ LAYOUTS = {
 }
 
 
-MODELS = {"dense": DENSE, "moe": MOE, "shared experts": SHARED_EXPERTS}
+MODELS = {"dense": runs.DENSE, "moe": MOE, "shared experts": SHARED_EXPERTS}
 
 
 @functools.cache
@@ -89,7 +80,7 @@ def test_weights_norm_and_zeros_equal_one_stock_process(layout):
     expected = reference(model, run.muon)
     results = run_ranks(world, train, run)
     assert deviation(results, expected) < TOLERANCE
-    check_steps(results, expected)
+    runs.check_steps(results, expected)
 
 
 def test_the_reference_moves_every_weight():

@@ -12,19 +12,8 @@ from megatron_eopt.base.errors import NonFiniteError
 from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.storage.runs import (
-    BF16,
-    DENSE,
-    FP16,
-    MOE,
-    NORMUON,
-    Run,
-    gradients,
-    make_chunk,
-    make_config,
-    make_optimizer,
-    set_lr,
-)
+from tests.unit.storage import runs
+from tests.unit.storage.runs import BF16, DENSE, FP16, MOE, Run, gradients, make_chunk, set_lr
 
 FIRST, SECOND = "decoder.layers.0.mlp.linear_fc2.weight", "decoder.layers.1.mlp.linear_fc2.weight"
 BAD = (math.nan, math.inf, -math.inf)
@@ -40,8 +29,8 @@ STORAGES = pytest.mark.parametrize("storage", ["layer_wise", PLAIN])
 def build(run: Run) -> tuple[Any, Any]:
     chunk = make_chunk(run)
     if run.optimizer != PLAIN:
-        return chunk, make_optimizer(run, chunk)
-    optimizer = megatron_eopt.get_megatron_optimizer(make_config(run), [chunk])
+        return chunk, runs.make_optimizer(run, chunk)
+    optimizer = megatron_eopt.get_megatron_optimizer(runs.make_config(run), [chunk])
     set_lr(optimizer, optimizer.config)
     return chunk, optimizer
 
@@ -228,7 +217,7 @@ LATE: dict[str, tuple[bool, dict[str, Any]]] = {
         f"momentum in {dtype}": (True, {"config": {"muon_momentum_dtype": dtype}})
         for dtype in ("bf16", "int8")
     },
-    "NorMuon": (True, {"config": {"optimizer": "adaptive_muon", **NORMUON}}),
+    "NorMuon": (True, {"config": {"optimizer": "adaptive_muon", **runs.NORMUON}}),
     # a rule that does not clip by itself, for which the host reads the norm before the step
     "SOAP": (True, {"config": {"optimizer": "soap"}}),
     "off-loaded": (

@@ -13,17 +13,8 @@ from megatron_eopt.optimizers.host_memory import HostMemory
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.storage.full_state import (
-    Case,
-    build,
-    differences,
-    full_state,
-    load,
-    resume,
-    save,
-    steps,
-    write,
-)
+from tests.unit.storage import full_state
+from tests.unit.storage.full_state import Case, build, differences, load, resume, save, steps, write
 from tests.unit.storage.runs import inject
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2}
@@ -47,7 +38,7 @@ def at(case: Case, dtype: torch.dtype, fraction: float) -> Case:
 def trained(case: Case) -> tuple[dict[str, Any], Any]:
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 10)
-    state, memory = full_state(case, chunk, optimizer), optimizer.memory()
+    state, memory = full_state.full_state(case, chunk, optimizer), optimizer.memory()
     forget_megatron()
     return state, memory
 
@@ -80,7 +71,7 @@ def test_checkpoints_are_those_of_a_resident_run(tmp_path, before, after):
     found = load([at(case, dtype, after)], tmp_path, further=2)
     chunk, optimizer = build(at(case, dtype, 0.0))
     steps(case, chunk, optimizer, 0, 4)
-    whole = full_state(case, chunk, optimizer)
+    whole = full_state.full_state(case, chunk, optimizer)
     assert distributed.get_rank() != 0 or not differences(whole, found[0])
 
 
@@ -92,7 +83,7 @@ def test_what_a_step_that_failed_had_brought_is_not_used(name, tmp_path):
     whole, broken = at(case, torch.bfloat16, 0.0), at(case, torch.bfloat16, 0.5)
     chunk, optimizer = build(whole)
     steps(whole, chunk, optimizer, 0, 4)
-    expected = full_state(whole, chunk, optimizer)
+    expected = full_state.full_state(whole, chunk, optimizer)
     forget_megatron()
     chunk, optimizer = build(broken)
     steps(broken, chunk, optimizer, 0, 2)
@@ -103,7 +94,7 @@ def test_what_a_step_that_failed_had_brought_is_not_used(name, tmp_path):
         steps(broken, chunk, optimizer, 3, 4)
     resume(broken, tmp_path, make=lambda *_: (chunk, optimizer))
     steps(broken, chunk, optimizer, 2, 4)
-    assert not differences(expected, full_state(broken, chunk, optimizer))
+    assert not differences(expected, full_state.full_state(broken, chunk, optimizer))
 
 
 @on_ranks(1)

@@ -20,28 +20,9 @@ from tests.harness import run_ranks
 from tests.harness.collectives import counted
 from tests.harness.each_rank import on_ranks
 from tests.harness.models import assert_same, copies_of
-from tests.unit.storage.full_state import (
-    Case,
-    build,
-    differences,
-    load,
-    save_one,
-    sharded,
-    steps,
-    stopped,
-)
-from tests.unit.storage.runs import (
-    DENSE,
-    MOE,
-    NORMUON,
-    OVERLAP,
-    PLAIN,
-    REPLICATED,
-    Result,
-    deviation,
-    inject,
-    weights,
-)
+from tests.unit.storage import full_state, runs
+from tests.unit.storage.full_state import Case, build, differences, load, save_one, steps, stopped
+from tests.unit.storage.runs import DENSE, MOE, NORMUON, OVERLAP, PLAIN, Result, inject, weights
 from tests.unit.storage.test_layouts import TOLERANCE
 
 LONG = pytest.mark.long
@@ -125,13 +106,13 @@ CUTS: dict[str, tuple[dict[str, Any], Layout]] = {
 )
 def test_a_cut_of_rows_changes_no_update(where: str, storage: str, names: list[str]):
     model, (world, parallel) = CUTS[where]
-    fields = REPLICATED if storage == "replicated" else {}
+    fields = runs.REPLICATED if storage == "replicated" else {}
     names = [name for name in names if storage == "sharded" or name != "soap"]
     cases = cases_of({**model, "layers": 1}, fields, names)
     references = run_ranks(1, trained, cases)[0]
     found = run_ranks(world, trained, [replace(case, parallel=parallel) for case in cases])
     for case, reference, *its in zip(cases, references, *found, strict=True):
-        assert deviation(its, reference) < TOLERANCE, case
+        assert runs.deviation(its, reference) < TOLERANCE, case
         for result in its:
             for (_, norm, _), (_, expected, _) in zip(result.steps, reference.steps, strict=True):
                 assert norm == pytest.approx(expected, rel=1e-6), case
@@ -160,7 +141,7 @@ def test_the_same_sizes_resume(tmp_path):
 def other_rows(case: Case, folder: str) -> str:
     chunk, optimizer = build(case)
     before = copies_of(chunk)
-    wanted = sharded(case, chunk, optimizer, is_loading=True)
+    wanted = full_state.sharded(case, chunk, optimizer, is_loading=True)
     with pytest.raises(CheckpointError) as error:
         checkpoints.load(wanted, folder)
     assert_same(copies_of(chunk), before)

@@ -12,27 +12,9 @@ from megatron_eopt import checkpoints
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.storage.full_state import (
-    Case,
-    differences,
-    full_state,
-    interrupted,
-    load,
-    resume,
-    save,
-    steps,
-    stopped,
-    write,
-)
-from tests.unit.storage.runs import (
-    DENSE,
-    INSTANCES,
-    MOE,
-    NORMUON,
-    PLAIN,
-    REPLICATED,
-    SHARED_EXPERTS,
-)
+from tests.unit.storage import full_state, runs
+from tests.unit.storage.full_state import Case, differences, load, resume, save, steps, write
+from tests.unit.storage.runs import DENSE, INSTANCES, MOE, NORMUON, PLAIN, REPLICATED
 from tests.unit.storage.test_layouts import TOLERANCE
 
 BF16 = {**DENSE, "query_groups": 4, "dtype": torch.bfloat16}
@@ -99,7 +81,7 @@ def test_other_layouts_load_it(saved, name, world, parallel):
 
 
 SMALL_BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 3000}
-ONE_LAYER = {**SHARED_EXPERTS, "layers": 1}
+ONE_LAYER = {**runs.SHARED_EXPERTS, "layers": 1}
 EXACT = {"muon_fp32_matmul_prec": "highest", "clip_grad": 0.0}
 BF16_MOMENTUM = EXACT | {"muon_momentum_dtype": "bf16"}
 THROUGH = [(2, {"parallel": {"tp": 2, "etp": 1}}), (4, INSTANCES), (2, {"parallel": {"etp": 2}})]
@@ -130,10 +112,10 @@ def one_further(
     loaded, saved = [], []
     for number, case in enumerate(cases):
         chunk, optimizer = resume(case, Path(before, str(number)))
-        loaded.append(full_state(case, chunk, optimizer))
+        loaded.append(full_state.full_state(case, chunk, optimizer))
         steps(case, chunk, optimizer, step, step + 1)
         write(case, chunk, optimizer, Path(after, str(number)))
-        saved.append(full_state(case, chunk, optimizer))
+        saved.append(full_state.full_state(case, chunk, optimizer))
         forget_megatron()
     return loaded, saved
 
@@ -145,7 +127,7 @@ def test_a_run_that_changes_its_layout_after_every_step_equals_one_process(tmp_p
     folders = [str(tmp_path / str(number)) for number in range(len(layouts) + 1)]
     for folder in folders:
         Path(folder).mkdir()
-    saved, expected = run_ranks(1, stopped, cases, folders[0], 2 + len(layouts))[0]
+    saved, expected = run_ranks(1, full_state.stopped, cases, folders[0], 2 + len(layouts))[0]
     for place, (world, fields) in enumerate(layouts):
         own = [replace(case, **fields) for case in cases]
         loaded, after = run_ranks(
@@ -218,5 +200,5 @@ RESUMED = [
 
 @pytest.mark.long
 def test_resuming_equals_not_stopping(tmp_path):
-    whole, resumed = run_ranks(2, interrupted, RESUMED, str(tmp_path), timeout=300)[0]
+    whole, resumed = run_ranks(2, full_state.interrupted, RESUMED, str(tmp_path), timeout=300)[0]
     check(whole, resumed, RESUMED)

@@ -12,7 +12,9 @@ from megatron_eopt import (
     EmergingOptimizerConfig,
     get_megatron_optimizer,
 )
+from megatron_eopt.base.names import IN_RANK_FILES
 from megatron_eopt.config.checks import warn_of_unused
+from megatron_eopt.wrappers.replicated import check_half
 
 
 class Chunk(torch.nn.Module):
@@ -97,3 +99,29 @@ def test_groups_that_do_not_exist_yet_are_named(name):
         ConfigurationError, match=r"^pg_collection=None: .*initialize_model_parallel"
     ):
         get_megatron_optimizer(EmergingOptimizerConfig(optimizer=name), [torch.nn.Linear(2, 2)])
+
+
+@pytest.mark.parametrize(("dtype", "field"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_16_bit_parameters_need_their_flag(dtype, field):
+    routing = SimpleNamespace(names={torch.zeros(1, dtype=dtype): "w"})
+    with pytest.raises(ConfigurationError, match=rf"^{field}=False: .*Set {field}=True"):
+        check_half(routing)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fields", "words"),
+    [
+        ("muon", {}, r"^--ckpt-format='torch'"),
+        ("adam", {"cautious_weight_decay": True}, "in modes that only megatron-core's own Adam"),
+        ("adam", {"optimizer_cpu_offload": True}, r"^optimizer_cpu_offload=True: .*GPU"),
+    ],
+)
+def test_ranks_write_files_of_their_own_for_megatron_cores_adam_alone(optimizer, fields, words):
+    chunk = Chunk()
+    chunk.linear.bias.requires_grad = False
+    chunk.ddp_config.use_distributed_optimizer = True
+    fields |= {"lr": 0.1, "use_distributed_optimizer": True}
+    config = EmergingOptimizerConfig(optimizer=optimizer, **fields)
+    vars(config)[IN_RANK_FILES] = True
+    with pytest.raises(ConfigurationError, match=words):
+        get_megatron_optimizer(config, [chunk])

@@ -80,6 +80,7 @@ CASES = named(
     *(Case(base, {"weight_decay": 0.5}) for base in (MUON, ADAM, SGD, LION, NORMUON)),
     *(Case(base, {"muon_weight_decay": 0.5}) for base in (MUON, NORMUON)),
     *(Case(base, {"decoupled_weight_decay": False}) for base in (MUON, ADAM, LION, SCALAR_LION)),
+    Case(ADAM, {"decoupled_weight_decay": False, "fused_adam": False}),
     *(Case(base, CAUTIOUS) for base in (MUON, ADAM, NORMUON, NAMO)),
     Case(ADAMUON, CAUTIOUS, **AMPLIFIED),
     Case(MUON, {"apply_wd_to_qk_layernorm": True}),
@@ -236,3 +237,5 @@ def test_the_fields_of_a_dynamic_loss_scale_do_what_they_say():
     promised = [scales_by_hand(fields) for fields in SCALES]
     assert all(other != promised[0] for other in promised[1:])
     assert [run_ranks(1, stepped_with, fields)[0] for fields in SCALES] == promised
+    constant = run_ranks(1, stepped_with, SCALED | {"loss_scale": 32.0})[0]
+    assert constant == [(not overflows, 32.0) for overflows in OVERFLOWS]

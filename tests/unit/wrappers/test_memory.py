@@ -9,7 +9,7 @@ import torch
 from megatron_eopt.base.live_bytes import LiveBytes
 from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers.memory import Memory
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.unit.storage.full_state import Case, optimizer_over, steps
 from tests.unit.storage.runs import make_chunk
 
@@ -44,30 +44,23 @@ def counted(case: Case) -> tuple[int, Any]:
     return grown, optimizer.memory()
 
 
-def count_all(dtype: torch.dtype) -> dict[str, tuple[int, Any]]:
-    found = {}
-    for name, case in CASES.items():
-        sharded = {"use_distributed_optimizer": name != "replicated"}
-        config = {**case.config, **sharded}
-        model = {**case.model, "dtype": dtype}
-        found[name] = counted(replace(case, model=model, ddp=sharded, config=config))
-        forget_megatron()
-    return found
-
-
 @pytest.mark.parametrize(
     "dtype",
     [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16],
     ids=["fp32", "bf16"],
 )
+@on_ranks(2, timeout=280)
 def test_the_report_counts_what_is_allocated(dtype):
-    for results in run_ranks(2, count_all, dtype, timeout=280):
-        for name, (grown, memory) in results.items():
-            living = memory.main_weights + memory.state + memory.buffers + memory.host
-            assert abs(grown - living) <= SCALARS, name
-            assert (memory.main_weights > 0) == (dtype == torch.bfloat16)
-            assert (memory.host > 0) == (name == "off-loaded")
-            assert memory.gradients >= memory.weights > 0
+    for name, case in CASES.items():
+        sharded = {"use_distributed_optimizer": name != "replicated"}
+        model, config = {**case.model, "dtype": dtype}, {**case.config, **sharded}
+        grown, memory = counted(replace(case, model=model, ddp=sharded, config=config))
+        living = memory.main_weights + memory.state + memory.buffers + memory.host
+        assert abs(grown - living) <= SCALARS, name
+        assert (memory.main_weights > 0) == (dtype == torch.bfloat16)
+        assert (memory.host > 0) == (name == "off-loaded")
+        assert memory.gradients >= memory.weights > 0
+        forget_megatron()
 
 
 def test_host_memory_does_not_count_as_the_device_s():

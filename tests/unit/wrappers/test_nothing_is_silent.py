@@ -21,19 +21,9 @@ from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import assert_same, copies_of
+from tests.unit.storage import runs
 from tests.unit.storage.full_state import Case, build, full_state, steps
-from tests.unit.storage.runs import (
-    DENSE,
-    NORMUON,
-    OVERLAP,
-    PLAIN,
-    REPLICATED,
-    SHARDED,
-    Run,
-    inject,
-    make_chunk,
-    train,
-)
+from tests.unit.storage.runs import DENSE, OVERLAP, PLAIN, SHARDED, Run, inject, make_chunk, train
 
 STORAGES = {"replicated": PLAIN, "sharded": SHARDED}
 
@@ -129,7 +119,7 @@ def test_copies_of_an_own_loops_optimizer_are_refused():
 
 @on_ranks(1)
 def test_copies_of_chains_are_refused():
-    for case in (Case(), Case(**REPLICATED)):
+    for case in (Case(), Case(**runs.REPLICATED)):
         refuse_all(build(case)[1])
         forget_megatron()
 
@@ -160,7 +150,7 @@ EXACT = {
 }
 CASES = {
     "muon": Case("muon", config=EXACT),
-    "normuon": Case("adaptive_muon", config={**EXACT, **NORMUON}),
+    "normuon": Case("adaptive_muon", config={**EXACT, **runs.NORMUON}),
     "adam": Case("adam", config=EXACT),
     "lion": Case("lion", config=EXACT),
 }

@@ -99,19 +99,14 @@ TIED = {"model": {"untied": False, "layers": 2}, "parallel": {"pp": 2}, "ddp": P
 EMBEDDING = ParamKey(name="*word_embeddings.weight")
 
 
-def routes_of_copy(overrides: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return optimizer and settings of this stage's copy of a tied embedding."""
+@pytest.mark.parametrize("values", [{"wd_mult": 0.5}, {"max_lr": 0.1}, {"optimizer": "muon"}])
+@on_ranks(2)
+def test_copies_of_a_tied_embedding_are_stepped_alike(values: dict[str, Any]) -> None:
     chunk = make_chunk(Case("muon", **TIED).run)
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, min_lr=0.001)
-    routes = route_model(resolve(config), [chunk], overrides).routes
-    copies = [r for r in routes if getattr(r.parameter.param, "shared_embedding", False)]
-    return [(route.optimizer, dict(route.values)) for route in copies]
-
-
-@pytest.mark.parametrize("values", [{"wd_mult": 0.5}, {"max_lr": 0.1}, {"optimizer": "muon"}])
-def test_copies_of_a_tied_embedding_are_stepped_alike(values: dict[str, Any]) -> None:
-    (first,), (last,) = run_ranks(2, routes_of_copy, {EMBEDDING: values})
-    assert first == last == (values.pop("optimizer", "adam"), values)
+    routes = route_model(resolve(config), [chunk], {EMBEDDING: values}).routes
+    (copy,) = (r for r in routes if getattr(r.parameter.param, "shared_embedding", False))
+    assert (copy.optimizer, dict(copy.values)) == (values.pop("optimizer", "adam"), values)
 
 
 OWN: dict[str, Any] = {"nesterov": True, "num_ns_steps": 2}

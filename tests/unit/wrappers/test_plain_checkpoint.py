@@ -20,19 +20,8 @@ from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import RankError, run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.storage.full_state import (
-    Case,
-    build,
-    differences,
-    full_state,
-    interrupted,
-    load,
-    resume_as,
-    save,
-    sharded,
-    steps,
-    write_as,
-)
+from tests.unit.storage import full_state
+from tests.unit.storage.full_state import Case, build, differences, load, save, sharded, steps
 from tests.unit.storage.runs import DENSE, PLAIN
 
 SMALL = {"layers": 1, "gated": True, "query_groups": 2, "position_embedding": "rope"}
@@ -65,7 +54,7 @@ SLABS = [replace(plain(name), parallel={"tp": 2}) for name in ("soap", "psgd_pro
     ids=["kinds", "last", "slabs"],
 )
 def test_every_kind_of_optimizer_continues(tmp_path, ranks, cases):
-    both = run_ranks(ranks, interrupted, cases, str(tmp_path), timeout=300)[0]
+    both = run_ranks(ranks, full_state.interrupted, cases, str(tmp_path), timeout=300)[0]
     for case, whole, resumed in zip(cases, *both, strict=True):
         assert not differences(whole, resumed), case
         # so that nothing was compared with nothing
@@ -82,7 +71,7 @@ def test_a_checkpoint_may_be_written_in_the_background(tmp_path, case):
     """Training goes on meanwhile."""
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 2)
-    before = full_state(case, chunk, optimizer)
+    before = full_state.full_state(case, chunk, optimizer)
     state = sharded(case, chunk, optimizer, is_loading=False)
     calls = AsyncCallsQueue()
     if torch.distributed.get_rank() == 0:
@@ -168,13 +157,13 @@ def gone_on(cases: list[Case], folder: str) -> None:
         place.mkdir(exist_ok=True)
         chunk, optimizer = build(case)
         steps(case, chunk, optimizer, 0, 2)
-        weights = write_as("state_dict", case, chunk, optimizer, place)
+        weights = full_state.write_as("state_dict", case, chunk, optimizer, place)
         steps(case, chunk, optimizer, 2, 4)
-        whole = full_state(case, chunk, optimizer)
+        whole = full_state.full_state(case, chunk, optimizer)
         forget_megatron()
-        chunk, optimizer = resume_as("state_dict", case, place, weights)
+        chunk, optimizer = full_state.resume_as("state_dict", case, place, weights)
         steps(case, chunk, optimizer, 2, 4)
-        assert not differences(whole, full_state(case, chunk, optimizer)), case
+        assert not differences(whole, full_state.full_state(case, chunk, optimizer)), case
         forget_megatron()
 
 
