@@ -285,8 +285,11 @@ def test_wandb_is_told_of_a_checkpoint_when_it_is_in_its_folder(tmp_path):
 
     folder, tell = tmp_path / "iter_0000002", saving.when_it_is_in_place(tell)
     unfinished = begin(folder)
+    (tmp_path / TRACKER).write_text("1")
     with saving._during(unfinished):
         write(unfinished.path, NEW)
+        # the trainer reads it, to delete the iteration before
+        assert unfinished.path.with_name(TRACKER).read_text() == "1"
         unfinished.path.with_name(TRACKER).write_text("2")
         tell(str(unfinished.path), str(unfinished.path.with_name(TRACKER)), "save_dir", 2)
     assert not told

@@ -10,16 +10,8 @@ from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.fsdp2.model import METHODS
 from tests.unit.megatron_fsdp.runs import train, train_all, train_in_ddp
-from tests.unit.storage.runs import (
-    DENSE,
-    INSTANCES,
-    MOE,
-    SHARED_EXPERTS,
-    Result,
-    Run,
-    check_steps,
-    deviation,
-)
+from tests.unit.storage import runs
+from tests.unit.storage.runs import DENSE, INSTANCES, MOE, SHARED_EXPERTS, Result, Run, deviation
 
 STEPS = 5
 # per step an update rounds to about 1e-7 of its size: 3e-7 were the most that was seen
@@ -64,7 +56,7 @@ def test_weights_norm_and_zeros_equal_one_process(layout):
     expected = reference(ALONE.get(kind, "dp 2"))
     results = run_ranks(world, train, replace(run, steps=STEPS))
     assert deviation(results, expected) < TOLERANCE
-    check_steps(results, expected, has_copies="tp" in run.parallel)
+    runs.check_steps(results, expected, has_copies="tp" in run.parallel)
 
 
 def test_main_weights_of_16_bits_are_rounded_after_each_step():
@@ -93,8 +85,8 @@ NAMES = (
 @pytest.mark.long
 @pytest.mark.parametrize("part", [0, 1])
 def test_every_optimizer_equals_one_process(part):
-    runs = {name: Run(config={"optimizer": name}, steps=4) for name in NAMES[part::2]}
-    expected = run_ranks(1, train_all, train_in_ddp, runs, timeout=280)[0]
-    results = run_ranks(2, train_all, train, runs, timeout=280)
-    far = {name: deviation([result[name] for result in results], expected[name]) for name in runs}
+    each = {name: Run(config={"optimizer": name}, steps=4) for name in NAMES[part::2]}
+    expected = run_ranks(1, train_all, train_in_ddp, each, timeout=280)[0]
+    results = run_ranks(2, train_all, train, each, timeout=280)
+    far = {name: deviation([result[name] for result in results], expected[name]) for name in each}
     assert {name: value for name, value in far.items() if not value < TOLERANCE} == {}

@@ -6,6 +6,7 @@ import torch
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.optimizers.scalar import scalar_init_of
 from megatron_eopt.optimizers.update_rule import dry_step
+from megatron_eopt.state.whole_matrix_state import _describe
 
 
 class Counting(torch.optim.Optimizer):
@@ -54,3 +55,9 @@ def test_a_fused_sgd_begins_with_a_momentum_if_it_has_one(momentum):
     optimizer = cls([param := torch.ones(2)], momentum=momentum)
     scalar_init_of(optimizer)(optimizer)
     assert ("momentum_buffer" in optimizer.state[param]) == bool(momentum)
+
+
+def test_state_that_checkpoints_cannot_hold_is_named():
+    values = [torch.zeros(2), torch.zeros(2).double(), torch.zeros(()).double(), 1.5, True, "text"]
+    problems = [_describe(0, "kept", 0, value).problem for value in values]
+    assert problems == ["", "torch.float64", "", "", "", "str"]
