@@ -244,7 +244,8 @@ def _sharded(context: OptimizerBuildContext) -> OptimizerChain | None:
     settings, routing, model_chunks = context.settings, context.routing, context.model_chunks
     if settings.storage != "sharded":
         return None
-    mixed = not settings.is_standard or bool(routing.optimizers - {settings.optimizer})
+    # a model without parameters has no optimizer
+    mixed = not settings.is_standard or routing.optimizers != {settings.optimizer}
     # megatron-core's own optimizer would also step the frozen parameters of its buffers. All ranks
     # decide alike, because only the other way creates process groups
     mixed = any_rank(any(map(has_frozen, model_chunks))) or mixed

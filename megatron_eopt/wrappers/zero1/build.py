@@ -83,16 +83,13 @@ def unmixed_storages(sharding: Sharding, specs: Sequence[OptimizerSpec]) -> list
     by_kind = {item.is_expert: item for item in sharding.sets}
     storages = []
     for spec in specs:
-        assigned = []
-        if spec.optimizer is not None:
-            # megatron-core's constructor replaces these parameters by this rank's fragments
-            bind(spec.optimizer, spec.groups, defaultdict(dict))
-            params = (param for group in spec.groups for param in group["params"])
-            names = {param: sharding.names[param] for param in params}
-            rule = element_wise_rule(spec, names, sharding.settings.config)
-            assigned = [AssignedRule(rule, spec.optimizer)]
+        # megatron-core's constructor replaces these parameters by this rank's fragments
+        bind(spec.optimizer, spec.groups, defaultdict(dict))
+        params = (param for group in spec.groups for param in group["params"])
+        names = {param: sharding.names[param] for param in params}
+        rule = element_wise_rule(spec, names, sharding.settings.config)
         storage = sharding.storage(spec.optimizer, by_kind[spec.is_expert])
-        storage.set_assigned(assigned)
+        storage.set_assigned([AssignedRule(rule, spec.optimizer)])
         storages.append(storage)
     return storages
 

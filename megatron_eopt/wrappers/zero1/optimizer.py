@@ -28,8 +28,7 @@ class Zero1Optimizer(StoredWeights, DistributedOptimizer):
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         # megatron-core can create only Adam's state; ours exists before it asks
         kwargs.setdefault("init_state_fn", lambda *_: None)
-        groups = optimizer.param_groups if optimizer is not None else ()
-        self.params_of_groups = [list(group["params"]) for group in groups]
+        self.params_of_groups = [list(group["params"]) for group in optimizer.param_groups]
         super().__init__(optimizer, *args, **kwargs)
         # :meth:`step_with_ready_grads` gathers parameters instead
         self._defer_param_sync = True
@@ -37,9 +36,7 @@ class Zero1Optimizer(StoredWeights, DistributedOptimizer):
         # which are made again when what they show has moved
         self._gradients: dict[Tensor, tuple[Tensor, Any, Tensor]] = {}
         self._copies: tuple[list[Any], list[tuple[Tensor, Tensor]]] = [], []
-        if not self.is_stub_optimizer:
-            wrapped = self.ddp_config
-            self.is_quantized = wrapped.fp8_param_gather or wrapped.fp4_param_gather
+        self.is_quantized = self.ddp_config.fp8_param_gather or self.ddp_config.fp4_param_gather
 
     @classmethod
     def _build_optimizer_group_ranges(cls, param_groups: Any, gbuf_ranges: Any) -> Any:
@@ -88,14 +85,12 @@ class Zero1Optimizer(StoredWeights, DistributedOptimizer):
         mains: dict[Tensor, Tensor | None] = {
             p: None for params in self.params_of_groups for p in params
         }
-        if not self.is_stub_optimizer:
-            groups = zip(
-                (*self.model_fp32_groups, *self.model_float16_groups),
-                (*self.shard_fp32_groups, *self.shard_fp32_from_float16_groups),
-                strict=True,
-            )
-            mains |= {param: main for pair in groups for param, main in zip(*pair, strict=True)}
-        return mains
+        groups = zip(
+            (*self.model_fp32_groups, *self.model_float16_groups),
+            (*self.shard_fp32_groups, *self.shard_fp32_from_float16_groups),
+            strict=True,
+        )
+        return mains | {param: main for pair in groups for param, main in zip(*pair, strict=True)}
 
     def set_stepped(self, shards: Iterable[ParamShard]) -> list[ParamShard]:
         """Set the fragments that are stepped, and where they begin."""
@@ -119,7 +114,7 @@ class Zero1Optimizer(StoredWeights, DistributedOptimizer):
 
     def gather_params(self, *, now: bool = False) -> None:
         """Gather parameters if DDP does not, because it all-reduces gradients."""
-        for buffer in () if self.is_stub_optimizer else self.buffers:
+        for buffer in self.buffers:
             if isinstance(buffer, AllReducedBuffer) and (now or not buffer.gathered_by_hooks):
                 buffer.gather()
 
@@ -150,7 +145,7 @@ class Zero1Optimizer(StoredWeights, DistributedOptimizer):
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return main weights with the model's; none if the model's are fp8 or fp4."""
-        if self.is_quantized or self.is_stub_optimizer:
+        if self.is_quantized:
             return []
         buckets = [bucket.param_data for buffer in self.buffers for bucket in buffer.buckets]
         # a float32 parameter is its own main weight, unless a caller has moved one of them
@@ -170,7 +165,7 @@ class Zero1Optimizer(StoredWeights, DistributedOptimizer):
             self.copy_mains()
 
     def _stage_model_params_from_main_params(self) -> None:
-        if self.ddp_config.reuse_grad_buf_for_mxfp8_param_ag and not self.is_stub_optimizer:
+        if self.ddp_config.reuse_grad_buf_for_mxfp8_param_ag:
             # MXFP8 weights are no views of the buckets, so megatron-core has another method for
             # them
             self._copy_main_params_to_param_buffer()
