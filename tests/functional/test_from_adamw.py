@@ -9,7 +9,7 @@ import pytest
 from tests.functional.test_other_trainers import arguments_of, example
 from tests.harness import run_ranks
 from tests.harness.log import listening
-from tests.unit.fsdp2.model import whole
+from tests.unit.fsdp2.models import whole
 
 transformers = pytest.importorskip("transformers")
 

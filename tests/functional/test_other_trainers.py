@@ -19,7 +19,7 @@ from tests.functional.doc_commands import ROOT, blocks
 from tests.functional.test_alone import HERE, run
 from tests.harness import run_ranks
 from tests.harness.programs import finished
-from tests.unit.fsdp2.model import config, eager
+from tests.unit.fsdp2.models import config, eager
 
 
 def example(name):

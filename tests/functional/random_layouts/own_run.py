@@ -15,7 +15,7 @@ from megatron_eopt.fsdp2 import build_optimizer
 from tests.functional.random_layouts.draws import Draw, Layout, parameters, values
 from tests.functional.random_layouts.judge import config_of
 from tests.functional.random_layouts.models import Run, mark, modules
-from tests.unit.fsdp2.model import by_torch, load, shard
+from tests.unit.fsdp2.models import by_torch, load, shard
 
 
 class OwnRun(Run):

@@ -10,7 +10,7 @@ from tests.functional.random_layouts.draws import STEPS, TRAINERS, Draw
 from tests.functional.random_layouts.megatron_run import MegatronRun
 from tests.functional.random_layouts.models import Run, Weights
 from tests.functional.random_layouts.own_run import OwnRun
-from tests.unit.fsdp2.model import eager
+from tests.unit.fsdp2.models import eager
 
 NORM_TOLERANCE = 1e-5
 """Relative; norms are sums of thousands of float32 numbers."""

@@ -6,7 +6,7 @@ from tests.functional.random_layouts.draws import STEPS, TRAINERS, Draw
 from tests.functional.random_layouts.judge import Judge
 from tests.functional.random_layouts.ranks import resume, train
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import eager
+from tests.unit.fsdp2.models import eager
 
 TIMEOUT_S = 60.0
 

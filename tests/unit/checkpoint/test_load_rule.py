@@ -31,7 +31,7 @@ from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.log import listening
 from tests.harness.writers import writers, written
-from tests.unit.fsdp2.model import eager
+from tests.unit.fsdp2.models import eager
 from tests.unit.megatron_fsdp import runs as of_fsdp
 from tests.unit.storage.full_state import Case, build, full_state, resume_as, steps, write_as
 from tests.unit.storage.runs import PLAIN, Run

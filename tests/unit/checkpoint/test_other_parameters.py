@@ -32,7 +32,7 @@ from tests.harness.each_rank import on_ranks
 from tests.harness.log import listening
 from tests.harness.models import assert_same, copies_of
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import eager
+from tests.unit.fsdp2.models import eager
 from tests.unit.storage import full_state
 from tests.unit.storage.full_state import Case, build, resume_as, steps, unwrapped, write_as
 from tests.unit.storage.runs import PLAIN, REPLICATED

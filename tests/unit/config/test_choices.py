@@ -22,7 +22,7 @@ from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.math import coefficient_names
 from megatron_eopt.math.orthogonalize import scale_factor
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import eager
+from tests.unit.fsdp2.models import eager
 
 STANDARD = ("adam", "sgd")
 CHOICES = choices_of_trainer_flags()

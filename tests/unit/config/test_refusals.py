@@ -24,7 +24,7 @@ from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_ddp
-from tests.unit.fsdp2.model import Model
+from tests.unit.fsdp2.models import Model
 from tests.unit.storage.foreign import FIELDS, STORAGES, Foreign, wrapped
 
 OWN_LOOP = "own loop"

@@ -23,7 +23,7 @@ from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.math.coefficients import CoefficientsLike
 from megatron_eopt.wrappers.config_file import ALLOWED, load_optimizer_config, read_optimizer_file
 from tests.unit.arguments.test_arguments import parse
-from tests.unit.fsdp2.model import groups_of
+from tests.unit.fsdp2.models import groups_of
 
 FIELDS = field_types(EmergingOptimizerConfig)
 TEXTS = ("false", "yes", "0.5", "3", "muon", "fp32")

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -152,12 +153,13 @@ def test_upstreams_muon_splits_fused_weights_at_owners():
     torch.testing.assert_close(*updates, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("run", [PLAIN, replace(PLAIN, model=runs.MOE, parallel={"ep": 2})])
 @on_ranks(2)
-def test_parameters_alone_step_as_those_of_known_chunks():
+def test_parameters_alone_step_as_those_of_known_chunks(run):
     weights = []
     for with_chunks in (True, False):
-        chunk, _, _, chain = _wrapped(PLAIN, TensorParallelMuon, with_chunks=with_chunks)
-        inject(PLAIN, chunk, 0)
+        chunk, _, _, chain = _wrapped(run, TensorParallelMuon, with_chunks=with_chunks)
+        inject(run, chunk, 0)
         for param in () if with_chunks else chunk.parameters():
             param.grad, param.main_grad = param.main_grad, None
         chain.step()

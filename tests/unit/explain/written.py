@@ -10,8 +10,8 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from megatron_eopt.testing.scene import forget_megatron
-from tests.unit.fsdp2.model import config, eager
-from tests.unit.fsdp2.model import train as train_fsdp2
+from tests.unit.fsdp2.models import config, eager
+from tests.unit.fsdp2.models import train as train_fsdp2
 from tests.unit.storage.full_state import Case, build, full_state, steps, unwrapped
 from tests.unit.storage.full_state import write as write_checkpoint
 from tests.unit.storage.runs import DENSE, REPLICATED

@@ -7,7 +7,7 @@ from torch import nn
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.math.passes import adam_
-from tests.unit.fsdp2.model import config, eager
+from tests.unit.fsdp2.models import config, eager
 
 OPTIMIZERS = ("muon", "adaptive_muon", "soap", "lion", "adam", "sgd")
 

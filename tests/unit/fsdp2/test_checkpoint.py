@@ -23,23 +23,8 @@ from tests.functional.doc_commands import blocks
 from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import (
-    MATRICES,
-    Model,
-    config,
-    cut,
-    eager,
-    far,
-    groups_of,
-    is_managed,
-    make_model,
-    named,
-    shard,
-    stepped,
-    train,
-    weights,
-    whole,
-)
+from tests.unit.fsdp2 import models
+from tests.unit.fsdp2.models import config, cut, eager, far, make_model, stepped, train, whole
 from tests.unit.fsdp2.test_layouts import VARIANTS as ALL_VARIANTS
 
 VARIANTS = ALL_VARIANTS | {
@@ -80,7 +65,7 @@ def save(folder, layout, names, begin=begun):
         optimizer.param_groups[0]["lr"] = 0.03
         state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         checkpoint.save(state, checkpoint_id=f"{folder}/{name}")
-        wholes[name] = whole_state(model, optimizer), weights(model)
+        wholes[name] = whole_state(model, optimizer), models.weights(model)
         wholes[name] += (stepped(model, optimizer, 3),)
     return wholes
 
@@ -93,8 +78,8 @@ def load(folder, layout, saved, variants=VARIANTS):
         # what has stepped already must forget that
         model, optimizer = train(layout, variants[name], steps=1)
         with torch.no_grad():
-            for key, param in named(model).items():
-                param.copy_(shard(trained[key], param))
+            for key, param in models.named(model).items():
+                param.copy_(models.shard(trained[key], param))
         loaded = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         checkpoint.load(loaded, checkpoint_id=f"{folder}/{name}", no_dist=layout == "plain")
         set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
@@ -163,7 +148,7 @@ def test_state_loads_bit_equal_at_other_layouts(saved, framework, layout, world,
         loaded = run_ranks(world, load, folder, layout, by_rank[0], cpu=cpu, timeout=120)
     check_all(loaded, by_rank)
     keys = by_rank[0]["soap"][0].keys()
-    prefix = "module." if is_managed(SAVED[framework][0]) else ""
+    prefix = "module." if models.is_managed(SAVED[framework][0]) else ""
     state = ("up.weight.gate/L", "up.weight.up/Q_R", "down.weight.exp_avg_sq")
     assert {prefix + key for key in state} <= keys
 
@@ -196,7 +181,7 @@ def test_a_state_dict_with_gaps_is_refused():
         other.load_state_dict(saved)
 
 
-NO_STACKS = tuple(name for name in MATRICES if name != "experts.weight")
+NO_STACKS = tuple(name for name in models.MATRICES if name != "experts.weight")
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["more groups", "fewer groups"])
@@ -217,7 +202,7 @@ def test_the_state_alone_loads_into_a_run_with_other_overrides(order, tmp_path):
     names["set_optimizer_state_dict"] = set_optimizer_state_dict
     exec(snippet, names)
     assert far(whole_state(model, other), whole_state(model, optimizer))[0] == 0
-    rates = {name: group["lr"] for name, group in groups_of(other).items()}
+    rates = {name: group["lr"] for name, group in models.groups_of(other).items()}
     assert rates["up.weight"] == rates["up.bias"] == (0.01 if after else 0.02), rates
     assert rates["down.weight"] == 0.02
 
@@ -233,7 +218,7 @@ def torch_muon(names: tuple[str, ...] = NO_STACKS) -> tuple[Any, Any]:
 
 
 def continued(layout: str, saved: Any) -> dict[str, Any]:
-    model = Model()
+    model = models.Model()
     model.experts.weight.requires_grad_(False)
     model = cut(model, layout, "up")
     optimizer = build_optimizer(model, config())

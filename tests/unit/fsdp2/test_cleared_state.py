@@ -16,18 +16,8 @@ from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import (
-    FORMS,
-    METHODS,
-    config,
-    eager,
-    far,
-    load,
-    make_model,
-    named,
-    stepped,
-    whole,
-)
+from tests.unit.fsdp2 import models
+from tests.unit.fsdp2.models import FORMS, eager, far, load, make_model, named, stepped, whole
 from tests.unit.storage import runs
 from tests.unit.storage.runs import OVERLAP, PLAIN, SHARDED, Result, Run, gradients, make_chunk
 
@@ -61,7 +51,7 @@ def reset(optimizer, way, params):
 VARIANTS = {
     # sinkhorn_muon has Muon's state, but starts only from weights that its own mapper made
     **{name: {} for name in optimizer_names() if name != "sinkhorn_muon"},
-    **{name: {} for name in METHODS},
+    **{name: {} for name in models.METHODS},
     "int8": {"muon_momentum_dtype": "int8"},
     "bf16": {"muon_momentum_dtype": "bf16"},
     "amsgrad": {},
@@ -72,7 +62,7 @@ OF = {"int8": "muon", "bf16": "muon", "amsgrad": "adam"}
 def settings(variant, **fields):
     if variant == "muon_hyperball":
         fields["weight_decay"] = 0.0
-    return config(OF.get(variant, variant), **VARIANTS[variant], **fields)
+    return models.config(OF.get(variant, variant), **VARIANTS[variant], **fields)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.matrices import gated, qkv, transposed, whole
 from megatron_eopt.megatron_fsdp import build_optimizer
 from tests.harness.each_rank import on_ranks
-from tests.unit.fsdp2.model import config, eager, far, shard, weights
+from tests.unit.fsdp2.models import config, eager, far, shard, weights
 
 KERNELS = {
     # layer, and its matrices: their shape as linear layers, and whether they are stored transposed

@@ -5,7 +5,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from megatron_eopt.megatron_fsdp import build_optimizer
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import config, is_managed, make_model, set_gradients
+from tests.unit.fsdp2.models import config, is_managed, make_model, set_gradients
 
 
 def count(layout, settings):

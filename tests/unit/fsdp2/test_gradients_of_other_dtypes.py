@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_eopt.fsdp2 import build_optimizer
-from tests.unit.fsdp2.model import config, eager, make_model
+from tests.unit.fsdp2.models import config, eager, make_model
 
 OPTIMIZERS = ("muon", "adaptive_muon", "soap", "lion", "adam", "sgd")
 

@@ -12,7 +12,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.config.registry import EmergingOptimizerEntry, optimizer_names, registered
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import config, make_model, set_gradients, stepped
+from tests.unit.fsdp2.models import config, make_model, set_gradients, stepped
 
 OPTIMIZERS = [n for n in optimizer_names() if n != "sinkhorn_muon" and "oblique" not in n]
 

@@ -8,7 +8,7 @@ import torch
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.wrappers.config import OptimizerConfig
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import MATRICES, STEPS, config, far, make_model, stepped, trained
+from tests.unit.fsdp2.models import MATRICES, STEPS, config, far, make_model, stepped, trained
 
 VARIANTS = {
     "muon": config(),

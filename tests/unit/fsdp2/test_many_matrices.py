@@ -13,7 +13,7 @@ from torch import nn
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import by_optimizer, by_torch, load
+from tests.unit.fsdp2.models import by_optimizer, by_torch, load
 
 FEW, MANY = 100, 400
 

@@ -10,7 +10,7 @@ from megatron_eopt.base.errors import NonFiniteError
 from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_fsdp2
-from tests.unit.fsdp2.model import config, shard
+from tests.unit.fsdp2.models import config, shard
 
 
 def build(**fields):

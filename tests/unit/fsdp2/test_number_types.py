@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import config, eager, far, stepped
+from tests.unit.fsdp2.models import config, eager, far, stepped
 
 KINDS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 TOLERANCES = {torch.float32: 2e-6, torch.complex64: 2e-6}

@@ -30,7 +30,7 @@ from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_fsdp2
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import Model, config, cut, eager, make_model, set_gradients, stepped
+from tests.unit.fsdp2.models import Model, config, cut, eager, make_model, set_gradients, stepped
 from tests.unit.megatron_fsdp.runs import inject, make_chunk
 from tests.unit.storage.runs import DENSE, Run, set_rates
 

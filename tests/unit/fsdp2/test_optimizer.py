@@ -14,24 +14,13 @@ from megatron_eopt.optimizers.sharded_optimizer import ShardedOptimizer
 from megatron_eopt.storage.local_tensors import local_of
 from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
-from tests.unit.fsdp2.model import (
-    MATRICES,
-    Model,
-    config,
-    eager,
-    far,
-    groups_of,
-    make_model,
-    set_gradients,
-    state,
-    train,
-    weights,
-)
+from tests.unit.fsdp2 import models
+from tests.unit.fsdp2.models import config, far, make_model, set_gradients, state, train, weights
 
 
 def settings_of(optimizer):
     """Return the optimizer, rate and weight decay of every parameter, by name."""
-    groups = groups_of(optimizer).items()
+    groups = models.groups_of(optimizer).items()
     return {name: (g["optimizer"], g["lr"], g["weight_decay"]) for name, g in groups}
 
 
@@ -44,7 +33,7 @@ def test_parameters_are_routed_by_what_they_are():
     found = settings_of(optimizer)
     muon, table, vector = ("muon", 0.5, 0.1), ("adam", 0.02, 0.1), ("adam", 0.02, 0.0)
     assert found == {
-        **dict.fromkeys(MATRICES, muon),
+        **dict.fromkeys(models.MATRICES, muon),
         "embedding.weight": table,
         "lm_head.weight": table,
         "convolution.weight": table,
@@ -185,7 +174,7 @@ def test_gradients_may_have_other_placements_than_weights():
         assert all(torch.equal(other[name], weight) for name, weight in usual.items())
 
 
-@eager
+@models.eager
 def low_precision(layout):
     """Return the weights after a step of Muon, having loaded its state and others' own."""
     for name in ("psgd_pro", "adam", "muon"):
@@ -206,7 +195,7 @@ def low_precision(layout):
 
 
 def test_16_bit_weights_are_rounded_once_and_state_is_as_it_was():
-    model = Model().to(torch.bfloat16).float()
+    model = models.Model().to(torch.bfloat16).float()
     model.up.weight.eopt_split = make_model().up.weight.eopt_split
     optimizer = build_optimizer(model, config())
     set_gradients(model, 0)

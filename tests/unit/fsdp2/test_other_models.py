@@ -15,7 +15,7 @@ from megatron_eopt import ConfigurationError
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.matrices import gated
 from tests.harness.each_rank import on_ranks
-from tests.unit.fsdp2.model import config, groups_of
+from tests.unit.fsdp2.models import config, groups_of
 
 
 class Language(nn.Module):

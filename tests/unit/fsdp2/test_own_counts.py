@@ -18,18 +18,8 @@ from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import (
-    config,
-    eager,
-    far,
-    is_managed,
-    make_model,
-    named,
-    set_gradients,
-    shard,
-    stepped,
-    train,
-)
+from tests.unit.fsdp2 import models
+from tests.unit.fsdp2.models import config, eager, far, is_managed, named, set_gradients, train
 from tests.unit.fsdp2.test_checkpoint import check_all, load, save
 from tests.unit.megatron_fsdp.test_checkpoint import state_of
 from tests.unit.storage import foreign
@@ -92,11 +82,11 @@ def counts_in(state: dict[str, Any]) -> dict[str, int]:
 
 def joined(layout: str, name: str) -> tuple[Any, Any]:
     """Return a run after two steps, in which most parameters had another optimizer before."""
-    settings, model = SETTINGS[name], make_model(layout)
+    settings, model = SETTINGS[name], models.make_model(layout)
     others = overrides(settings.optimizer, EARLY, LATE) if name != "Adam" else None
     before = config("lion", **FIELDS) if name != "Adam" else settings
     first = build_optimizer(model, before, others)
-    stepped(model, first, 0, 1, 2)
+    models.stepped(model, first, 0, 1, 2)
     optimizer = build_optimizer(model, settings)
     optimizer.load_state_dict(copy.deepcopy(first.state_dict()))
     for number in (3, 4):
@@ -162,7 +152,7 @@ def test_megatrons_trainer_goes_on_with_their_counts(tmp_path, storage, main):
     chunk = foreign.wrapped(storage, foreign.Foreign())
     optimizer = foreign.built(storage, chunk, optimizer=main, **FIELDS)
     for name, param in foreign.parameters(chunk).items():
-        param.detach().copy_(shard(before[name], param))
+        param.detach().copy_(models.shard(before[name], param))
     if storage == "megatron_fsdp":
         state = state_of(chunk, optimizer, is_loading=True)
         checkpoint.load(state, checkpoint_id=tmp_path)

@@ -21,7 +21,7 @@ from megatron_eopt.storage import uneven
 from tests.harness.each_rank import on_ranks
 from tests.harness.log import listening
 from tests.harness.megatron import initialize_megatron
-from tests.unit.fsdp2.model import config, cut, eager, make_model
+from tests.unit.fsdp2.models import config, cut, eager, make_model
 
 REFUSED = [
     # fields of the configuration, arguments, where the model is, and what is said

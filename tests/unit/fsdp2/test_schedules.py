@@ -6,7 +6,7 @@ from torch.optim import lr_scheduler, swa_utils
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from tests.harness.log import listening
-from tests.unit.fsdp2.model import config, make_model, stepped
+from tests.unit.fsdp2.models import config, make_model, stepped
 
 STEPS = 12
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import build_optimizer, config, eager, make_model, stepped
+from tests.unit.fsdp2.models import build_optimizer, config, eager, make_model, stepped
 
 
 @eager

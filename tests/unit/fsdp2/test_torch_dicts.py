@@ -17,7 +17,7 @@ from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.state.groups import match_all, take_settings
 from tests.functional.doc_commands import ROOT
 from tests.unit.checkpoint.test_load_rule import same
-from tests.unit.fsdp2.model import FLAT, eager
+from tests.unit.fsdp2.models import FLAT, eager
 
 CLASSES: dict[str, Any] = {
     "adam": torch.optim.Adam,

@@ -17,7 +17,7 @@ from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.functional.doc_commands import ROOT, blocks
 from tests.harness.log import listening
 from tests.reference.muon import newton_schulz
-from tests.unit.fsdp2.model import by_torch, load
+from tests.unit.fsdp2.models import by_torch, load
 
 SHAPES = ((16, 24), (24, 16), (20, 20), (5, 40), (140, 130))
 COEFFICIENTS = ((3.4445, -4.775, 2.0315), (2.0, -1.5, 0.5), (1.875, -1.25, 0.375))

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from megatron_eopt.megatron_fsdp import build_optimizer
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import config, cut, is_in_units, is_managed, named
+from tests.unit.fsdp2.models import config, cut, is_in_units, is_managed, named
 
 
 class Network(nn.Module):

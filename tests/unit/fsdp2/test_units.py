@@ -25,7 +25,7 @@ from megatron_eopt.megatron_fsdp import build_optimizer
 from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import FLAT, Model, config, cut, eager, far, named, stepped, weights
+from tests.unit.fsdp2.models import FLAT, Model, config, cut, eager, far, named, stepped, weights
 from tests.unit.fsdp2.test_training import Network
 
 EXPERTS = 4

@@ -22,7 +22,7 @@ from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from megatron_eopt.routing.plain_names import match_names, plain_names
 from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import FORMS, config, eager, far, gradient, groups_of, load, whole
+from tests.unit.fsdp2.models import FORMS, config, eager, far, gradient, groups_of, load, whole
 
 OPTIMIZERS = ("muon", "soap", "adam")
 

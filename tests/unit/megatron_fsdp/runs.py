@@ -12,8 +12,8 @@ from megatron.core.utils import get_model_config
 
 from megatron_eopt import get_megatron_optimizer
 from megatron_eopt.testing.scene import forget_megatron
-from tests.unit.fsdp2.model import config as emerging
-from tests.unit.fsdp2.model import eager, shard, whole
+from tests.unit.fsdp2.models import config as emerging
+from tests.unit.fsdp2.models import eager, shard, whole
 from tests.unit.storage import runs
 from tests.unit.storage.runs import (
     ZERO_EVERY,

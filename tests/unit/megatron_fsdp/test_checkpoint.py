@@ -24,7 +24,7 @@ from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.models import assert_same, synthetic_batch
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import eager
+from tests.unit.fsdp2.models import eager
 from tests.unit.megatron_fsdp.runs import make_chunk, make_optimizer, stepped, weights
 from tests.unit.storage import runs as storage_runs
 from tests.unit.storage.runs import DENSE, MOE, Result, Run, deviation, global_name
@@ -212,12 +212,12 @@ def test_state_of_another_optimizer_is_not_read_in_place():
 
 
 def test_a_weight_in_two_parts_continues_as_a_whole():
-    def left_of(*has: str) -> dict[str, set[str]]:
+    def left_of(*has: str, shape: tuple[int, ...] = (2, 2)) -> dict[str, set[str]]:
         kinds = ("exp_avg", "exp_avg_sq", "step")
         first = {kind: torch.zeros(2, 2) for kind in kinds}
         second = {kind: torch.zeros(2, 2) for kind in kinds[:2]}
         state = {"state": {"gate_w": first, "gate_v": second}, BY_PARAMETER: {"gate": {"lr": 1}}}
-        saved = {name: Saved(*name.split(".")[::-1]) for name in has}
+        saved = {name: Saved(*name.split(".")[::-1], shape) for name in has}
         catalogue = Catalogue("fsdp_dtensor", saved, settings={"gate": ADAM})
         match(storage_of(("gate", ADAM, set())), state, catalogue)
         return {part: set(values) for part, values in state["state"].items()}
@@ -228,3 +228,5 @@ def test_a_weight_in_two_parts_continues_as_a_whole():
     assert left_of(*both) == continues
     with pytest.raises(ConfigurationError, match="gate: exp_avg_sq is of a part of the weight"):
         left_of(*whole)
+    with pytest.raises(ConfigurationError, match=r"of shape \(3, 2\) must have shape \(2, 2\)"):
+        left_of(*both, shape=(3, 2))

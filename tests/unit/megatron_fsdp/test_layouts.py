@@ -8,7 +8,7 @@ import torch
 
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import METHODS
+from tests.unit.fsdp2.models import METHODS
 from tests.unit.megatron_fsdp.runs import train, train_all, train_in_ddp
 from tests.unit.storage import runs
 from tests.unit.storage.runs import DENSE, INSTANCES, MOE, SHARED_EXPERTS, Result, Run, deviation

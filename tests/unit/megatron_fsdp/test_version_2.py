@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.contrib import megatron_fsdp_v2 as _v2  # noqa: F401  registers itself
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import whole
+from tests.unit.fsdp2.models import whole
 from tests.unit.megatron_fsdp.runs import (
     FullyShardedDataParallel,
     make_optimizer,

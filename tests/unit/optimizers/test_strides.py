@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import config, eager, far, gradient, whole
+from tests.unit.fsdp2.models import config, eager, far, gradient, whole
 
 SHAPES = {"matrix": (6, 8), "stack": (3, 4, 6), "image": (2, 3, 4, 5), "vector": (7,)}
 OPTIMIZERS = {

@@ -15,7 +15,7 @@ from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_fsdp2
-from tests.unit.fsdp2.model import eager, shard, whole
+from tests.unit.fsdp2.models import eager, shard, whole
 from tests.unit.qk_clip.test_clip import GROUPED, LATENT, MODEL, deviation
 from tests.unit.storage.full_state import Case, build
 from tests.unit.storage.runs import Result, Slab, make_chunk

@@ -15,7 +15,7 @@ from megatron_eopt.routing.known_transformers import _GATED_QUERIES, _THIRDS
 from megatron_eopt.routing.places import places_in
 from megatron_eopt.routing.splits import find_splits
 from tests.harness.log import listening
-from tests.unit.fsdp2.model import config
+from tests.unit.fsdp2.models import config
 from tests.unit.routing.test_known_transformers import Tiny, classes_of, make
 
 pytest.importorskip("timm")

@@ -23,7 +23,7 @@ from megatron_eopt.routing.places import places_in
 from megatron_eopt.routing.splits import find_splits
 from tests.harness import run_ranks
 from tests.harness.log import listening
-from tests.unit.fsdp2.model import config, cut, eager, far, set_gradients, weights
+from tests.unit.fsdp2.models import config, cut, eager, far, set_gradients, weights
 from tests.unit.routing.test_wrapping import Same
 
 HIDDEN, INNER = 16, 24

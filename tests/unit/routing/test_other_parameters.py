@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from tests.harness.log import listening
-from tests.unit.fsdp2.model import config, eager, make_model, named, set_gradients
+from tests.unit.fsdp2.models import config, eager, make_model, named, set_gradients
 
 
 @eager

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.routing.places import places_in
 from tests.harness.log import listening
-from tests.unit.fsdp2.model import config, groups_of
+from tests.unit.fsdp2.models import config, groups_of
 from tests.unit.routing.test_known_transformers import Tiny, classes_of, make
 
 EXPERTS = 5

@@ -28,7 +28,7 @@ from megatron_eopt.routing.routes import route_all
 from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.log import listening
-from tests.unit.fsdp2.model import config, cut, eager
+from tests.unit.fsdp2.models import config, cut, eager
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     name: arguments

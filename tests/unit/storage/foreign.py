@@ -12,7 +12,7 @@ from torch import nn
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import wrap_ddp, wrap_fsdp2
-from tests.unit.fsdp2.model import gradient, named, shard, whole
+from tests.unit.fsdp2.models import gradient, named, shard, whole
 from tests.unit.storage.runs import set_rates
 
 STORAGES = ("replicated", "sharded", "fsdp2", "megatron_fsdp")

@@ -22,7 +22,7 @@ from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import UNITS, eager, gradient, make_model, set_gradients
+from tests.unit.fsdp2.models import UNITS, eager, gradient, make_model, set_gradients
 from tests.unit.storage import foreign, runs
 from tests.unit.storage.runs import DENSE, INSTANCES, MOE, OVERLAP, PLAIN, Run
 from tests.unit.wrappers.test_parts import in_columns, in_rows

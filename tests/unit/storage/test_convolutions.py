@@ -5,8 +5,8 @@ import pytest
 from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import eager, far, stepped
-from tests.unit.fsdp2.model import weights as weights_of
+from tests.unit.fsdp2.models import eager, far, stepped
+from tests.unit.fsdp2.models import weights as weights_of
 from tests.unit.storage.foreign import FIELDS, STORAGES, Foreign, built, step, weights, wrapped
 
 HOW = {"muon_convolutions": True, "muon_scale_mode": "unit_rms_norm"}

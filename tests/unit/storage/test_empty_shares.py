@@ -10,7 +10,7 @@ from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import config, cut, eager, far, stepped, weights
+from tests.unit.fsdp2.models import config, cut, eager, far, stepped, weights
 from tests.unit.storage.full_state import OPTIMIZERS, Case, build, differences, full_state, steps
 from tests.unit.storage.runs import SHARDED
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_eopt.base.errors import ConfigurationError
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import eager, far
+from tests.unit.fsdp2.models import eager, far
 from tests.unit.storage.foreign import built, step, weights, wrapped
 
 

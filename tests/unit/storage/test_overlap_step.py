@@ -25,7 +25,7 @@ from tests.harness.tiers import mostly_long
 from tests.unit.storage.runs import OVERLAP, SHARDED
 
 KINDS = ("as it is", "as it is", "clipped", "as it is", "as it is", "not finite")
-KINDS += ("as it is", "as it is", "changed", "as it is", "other momentum")
+KINDS += ("as it is", "as it is", "changed", "as it is", "other momentum", "in two passes")
 """What happens to the gradients of each step, once they have been looked at."""
 
 READ_WITH_L2 = ("as it is", "as it is", "other weights", "as it is", "as it is", "other momenta")
@@ -152,6 +152,8 @@ def train(
             chunk.zero_grad_buffer()
             watch.begin()
             forward_backward([chunk], [synthetic_batch(4 * step + i) for i in range(rank, 4, size)])
+            if kind == "in two passes":
+                forward_backward([chunk], [synthetic_batch(100 + rank)])
             optimizer.config.clip_grad = 0.1 if kind == "clipped" else 100.0
             grads = chunk.buffers[0].grad_data
             if kind == "changed":

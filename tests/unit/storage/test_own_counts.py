@@ -10,7 +10,7 @@ from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import eager
+from tests.unit.fsdp2.models import eager
 from tests.unit.storage import full_state
 from tests.unit.storage.full_state import Case, counts_of, differences, resume
 from tests.unit.storage.runs import DENSE, REPLICATED

@@ -22,7 +22,7 @@ from tests.harness.megatron import initialize_megatron
 from tests.harness.models import wrap_ddp
 from tests.reference.adaptive_muon import AdaptiveReference
 from tests.reference.muon import Matrix, newton_schulz
-from tests.unit.fsdp2.model import eager
+from tests.unit.fsdp2.models import eager
 from tests.unit.routing import modules
 
 STEPS = 3

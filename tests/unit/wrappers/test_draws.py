@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron_eopt.config import registry
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.harness import run_ranks
-from tests.unit.fsdp2.model import config, eager, make_model, set_gradients, weights
+from tests.unit.fsdp2.models import config, eager, make_model, set_gradients, weights
 from tests.unit.storage import full_state
 from tests.unit.storage.full_state import Case
 from tests.unit.storage.runs import DENSE, REPLICATED

@@ -21,7 +21,7 @@ from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_ddp, wrap_fsdp2
 from tests.harness.tiers import mostly_long
-from tests.unit.fsdp2.model import cut, eager, named, shard, whole
+from tests.unit.fsdp2.models import cut, eager, named, shard, whole
 from tests.unit.megatron_fsdp.runs import wrap as wrap_megatron_fsdp
 
 SHAPE, STEPS = (8, 6), 3

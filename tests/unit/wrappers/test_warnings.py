@@ -3,6 +3,7 @@
 Whose parameter gets none, as it was frozen when the optimizer was built, is told this, too.
 """
 
+import gc
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.log import listening
 from tests.unit.contracts.callers import scheduler_of
-from tests.unit.fsdp2.model import config, eager, gradient, make_model, set_gradients
+from tests.unit.fsdp2.models import config, eager, gradient, make_model, set_gradients
 from tests.unit.storage.foreign import FIELDS, STORAGES, Foreign, built, inject, wrapped
 from tests.unit.storage.full_state import Case, build
 from tests.unit.storage.runs import PLAIN
@@ -189,3 +190,15 @@ def test_a_parameter_that_is_unfrozen_after_the_build_is_named_once(storage):
         assert "hidden.weight" in text
         assert "hidden.bias" not in text
         assert "Build the optimizer again" in text
+
+
+def test_a_frozen_layer_that_is_gone_is_not_asked():
+    model = Foreign()
+    model.hidden.requires_grad_(False)
+    optimizer = build_optimizer(model, EmergingOptimizerConfig(**FIELDS), output_layers=())
+    del model.hidden
+    gc.collect()
+    set_gradients(model, 0)
+    with listening() as lines:
+        optimizer.step()
+    assert not [text for text in lines if "frozen when" in text]
