@@ -20,7 +20,7 @@ from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.testing.scene import forget_wrapped_models
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.unit.fsdp2 import model as fsdp2
+from tests.unit.fsdp2 import models as fsdp2
 from tests.unit.storage.full_state import Case, build, differences, full_state, resume, steps, write
 
 Storage = Literal["replicated", "sharded", "FSDP2"]

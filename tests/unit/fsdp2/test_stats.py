@@ -1,8 +1,13 @@
 """``log_optimizer_stats`` in your own training loop: the same statistics at every sharding."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from megatron_eopt.fsdp2.optimizer import DTensorOptimizer
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.unit.fsdp2.models import build_optimizer, config, eager, make_model, stepped
 
 
@@ -38,3 +43,16 @@ def test_nothing_is_measured_unless_asked_for():
     optimizer = build_optimizer(model, config())
     stepped(model, optimizer, 0)
     assert optimizer.stats() == {}
+
+
+@eager
+def test_nothing_is_sent_or_orthogonalized_without_gradients():
+    optimizer = build_optimizer(make_model(), config(log_optimizer_stats=True))
+    optimizer.step()
+    assert not [name for name in optimizer.stats() if "exchange" in name or "seconds" in name]
+
+
+@on_ranks(2, cpu=False)
+def test_a_copy_counts_by_its_share():
+    shard = SimpleNamespace(main=torch.zeros(1))
+    assert DTensorOptimizer.share_of(None, shard) == 0.5
