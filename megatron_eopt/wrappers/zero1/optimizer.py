@@ -22,7 +22,6 @@ class Zero1Optimizer(StoredWeights, DistributedOptimizer):
 
     in_buffers = True
     main_kind = MAIN_OF_SHARDED
-    is_quantized = False  # whether the model's weights are fp8 or fp4
     copy = 0  # index of this rank's copy of parameters whose rows are not cut
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -36,6 +35,7 @@ class Zero1Optimizer(StoredWeights, DistributedOptimizer):
         # which are made again when what they show has moved
         self._gradients: dict[Tensor, tuple[Tensor, Any, Tensor]] = {}
         self._copies: tuple[list[Any], list[tuple[Tensor, Tensor]]] = [], []
+        # whether the model's weights are fp8 or fp4
         self.is_quantized = self.ddp_config.fp8_param_gather or self.ddp_config.fp4_param_gather
 
     @classmethod

@@ -24,6 +24,7 @@ from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.checkpoint.trainer import _rates_kept
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.state.groups import take_settings
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.unit.storage.full_state import Case, resume_as, steps, write_as
@@ -89,6 +90,12 @@ def test_settings_go_with_what_overrides_say_now(form):
         found = rates_of(its)
         for name, values in expected(OVERRIDES[after]).items():
             assert found[name] == pytest.approx(values, rel=1e-12), (before, after, name)
+
+
+def test_without_the_rate_that_a_schedule_began_with_the_present_rate_stays():
+    group = {"group_id": "adam/0/max_lr", "lr": 0.1, "max_lr": 0.1}
+    take_settings(group, {"lr": 0.01, "eps": 0.5})
+    assert (group["lr"], group["eps"]) == (0.1, 0.5)
 
 
 MODEL = {"layers": 3, "hidden": 16, "heads": 2, "vocabulary": 32}

@@ -296,12 +296,8 @@ def through(
     forget_megatron()
     with listening() as lines:
         chunk, optimizer = resume_as(form, reader, Path(folder), weights)
-    return (
-        before,
-        full_state.full_state(reader, chunk, optimizer),
-        lines,
-        copies_of(unwrapped(chunk)),
-    )
+    after = full_state.full_state(reader, chunk, optimizer)
+    return before, after, lines, copies_of(unwrapped(chunk))
 
 
 @pytest.mark.parametrize(

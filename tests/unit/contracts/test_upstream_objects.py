@@ -1,9 +1,7 @@
 """What callers do to megatron-core's objects, done to ours."""
 
 import functools
-import math
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,10 +18,7 @@ from megatron.core.optimizer import emerging_optimizers as upstream
 
 from megatron_eopt import ConfigurationError, TensorParallelMuon
 from megatron_eopt import emerging_optimizers as ours
-from megatron_eopt.config.settings import resolve
 from megatron_eopt.extending import LayerWiseDistributedOptimizer, MuonRule
-from megatron_eopt.routing.model import format_routing, route_model
-from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.factory import get_megatron_optimizer
 from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
@@ -48,8 +43,7 @@ class Halved(TensorParallelMuon):
 
 def config_of(optimizer="muon", **fields):
     own = {"lr": 0.1, "min_lr": 0.0, "weight_decay": 0.0, "clip_grad": 0.0}
-    own |= {"muon_fp32_matmul_prec": "highest"} | fields
-    return OptimizerConfig(optimizer=optimizer, **own)
+    return OptimizerConfig(optimizer=optimizer, **own, muon_fp32_matmul_prec="highest", **fields)
 
 
 def named(chunk, part):
@@ -174,42 +168,6 @@ def test_weights_are_tagged_for_optimizers_of_matrices_alone():
         overrides = {ParamKey(name="*linear_qkv.weight"): {"optimizer": other}}
         get_megatron_optimizer(config_of("adam"), [chunk], overrides)
         assert hasattr(named(chunk, "linear_qkv.weight"), "is_qkv") == is_tagged
-
-
-@on_ranks(2)
-def test_the_table_names_experts_and_leaves_out_rates_that_are_not_set():
-    chunk = make_chunk(Run(model=runs.MOE, parallel={"ep": 2}))
-    settings = resolve(config_of(lr=None))
-    rows = format_routing(settings, route_model(settings, [chunk], {})).splitlines()
-    assert all(("(expert)" in row) == ("local_experts" in row) for row in rows)
-    assert sum("(expert)" in row for row in rows) == 2
-    assert not any("None" in row for row in rows)
-
-
-def test_of_several_norms_the_host_knows_all_before_the_step():
-    original = SimpleNamespace(grad_norm_skip_threshold=math.inf)
-    chain: Any = SimpleNamespace(settings=SimpleNamespace(original=original), _fuses=True)
-    assert OptimizerChain._may_read_late(chain, {None: 1.0})
-    assert not OptimizerChain._may_read_late(chain, {None: 1.0, "mtp": 1.0})
-
-
-@on_ranks(2)
-def test_a_gradient_in_another_tensor_is_the_one_that_counts():
-    weights = []
-    for is_moved in (False, True):
-        chunk = make_chunk(SHARDED)
-        chain = get_megatron_optimizer(config_of(use_distributed_optimizer=True), [chunk])
-        for step in range(2):
-            inject(SHARDED, chunk, step)
-            buffers = {p: p.main_grad for p in chunk.parameters()} if is_moved else {}
-            for param, buffer in buffers.items():
-                param.main_grad = buffer.clone()
-                buffer.fill_(step)
-            chain.step()
-            for param, buffer in buffers.items():
-                param.main_grad = buffer
-        weights.append(copies_of(chunk))
-    assert_same(*weights)
 
 
 @on_ranks(1)

@@ -17,6 +17,7 @@ from megatron_eopt.config import checks
 from megatron_eopt.config.registry import EmergingOptimizerEntry, registered
 from megatron_eopt.extending import MuonRule
 from megatron_eopt.fsdp2 import build_optimizer
+from megatron_eopt.state.whole_matrix_state import _describe
 from megatron_eopt.storage import uneven
 from tests.harness.each_rank import on_ranks
 from tests.harness.log import listening
@@ -176,3 +177,9 @@ def test_a_function_for_state_that_nothing_calls_is_refused():
     told = r"init_state_fn=.*is not called with state_layout"
     with pytest.raises(ConfigurationError, match=told):
         EmergingOptimizerEntry(OwnDirectionsMuon, init_state_fn=lambda *_: None, **how)
+
+
+def test_state_that_checkpoints_cannot_hold_is_named():
+    values = [torch.zeros(2), torch.zeros(2).double(), torch.zeros(()).double(), 1.5, True, "text"]
+    problems = [_describe(0, "kept", 0, value).problem for value in values]
+    assert problems == ["", "torch.float64", "", "", "", "str"]

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
-from megatron_eopt.state.groups import match_all, take_settings
+from megatron_eopt.state.groups import match_all
 from tests.functional.doc_commands import ROOT
 from tests.unit.checkpoint.test_load_rule import same
 from tests.unit.fsdp2.models import FLAT, eager
@@ -129,12 +129,6 @@ def test_groups_of_another_optimizer_are_named() -> None:
     saved, own = (ours(Model(), name).param_groups for name in ("soap", "muon"))
     with pytest.raises(ConfigurationError, match=r"it lacks .*muon.* and has .*soap"):
         match_all(saved, own)
-
-
-def test_without_the_rate_that_a_schedule_began_with_the_present_rate_stays() -> None:
-    group = {"group_id": "adam/0/max_lr", "lr": 0.1, "max_lr": 0.1}
-    take_settings(group, {"lr": 0.01, "eps": 0.5})
-    assert (group["lr"], group["eps"]) == (0.1, 0.5)
 
 
 def row_about(error: BaseException) -> str:

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.optimizers.scalar import scalar_init_of
 from megatron_eopt.optimizers.update_rule import dry_step
-from megatron_eopt.state.whole_matrix_state import _describe
 
 
 class Counting(torch.optim.Optimizer):
@@ -47,17 +45,3 @@ def test_what_cannot_step_with_zero_gradients_is_told_so():
     with pytest.raises(ConfigurationError, match=r"failed with zero gradients: norm is 0"):
         dry_step(Failing([param], {"lr": None, "count": 0}))
     assert param.grad is None
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_fused_sgd_begins_with_a_momentum_if_it_has_one(momentum):
-    cls = type("FusedSGD", (torch.optim.SGD,), {"__module__": "apex.optimizers"})
-    optimizer = cls([param := torch.ones(2)], momentum=momentum)
-    scalar_init_of(optimizer)(optimizer)
-    assert ("momentum_buffer" in optimizer.state[param]) == bool(momentum)
-
-
-def test_state_that_checkpoints_cannot_hold_is_named():
-    values = [torch.zeros(2), torch.zeros(2).double(), torch.zeros(()).double(), 1.5, True, "text"]
-    problems = [_describe(0, "kept", 0, value).problem for value in values]
-    assert problems == ["", "torch.float64", "", "", "", "str"]

@@ -10,6 +10,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron_eopt import ConfigurationError, EmergingOptimizerEntry, get_megatron_optimizer
 from megatron_eopt.config import registry
 from megatron_eopt.config.registry import optimizer_names
+from megatron_eopt.optimizers.scalar import scalar_init_of
 from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
@@ -80,3 +81,11 @@ def test_a_class_that_is_not_installed_is_named_as_the_user_wrote_it():
         pytest.raises(ConfigurationError, match=r"optimizer='theirs'.*Install no-such-package"),
     ):
         registry.arguments_cls_of("theirs")
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_fused_sgd_begins_with_a_momentum_if_it_has_one(momentum):
+    cls = type("FusedSGD", (torch.optim.SGD,), {"__module__": "apex.optimizers"})
+    optimizer = cls([param := torch.ones(2)], momentum=momentum)
+    scalar_init_of(optimizer)(optimizer)
+    assert ("momentum_buffer" in optimizer.state[param]) == bool(momentum)

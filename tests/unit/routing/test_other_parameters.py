@@ -8,9 +8,14 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt.config.settings import resolve
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
+from megatron_eopt.routing.model import format_routing, route_model
+from tests.harness.each_rank import on_ranks
 from tests.harness.log import listening
 from tests.unit.fsdp2.models import config, eager, make_model, named, set_gradients
+from tests.unit.storage.runs import MOE, Run, make_chunk
 
 
 @eager
@@ -230,6 +235,16 @@ def test_the_table_folds_repeated_layers_and_ends_in_sums():
     matrices, rest = 64 + 64 + 96 + 16 + 8 * 4 * 9, 64 + 3 * 36 + 4
     assert f"muon 5 parameters, {matrices} numbers" in sums
     assert f"adam 14 parameters, {rest} numbers" in sums
+
+
+@on_ranks(2)
+def test_the_table_names_experts_and_leaves_out_rates_that_are_not_set():
+    chunk = make_chunk(Run(model=MOE, parallel={"ep": 2}))
+    settings = resolve(EmergingOptimizerConfig(optimizer="muon"))
+    rows = format_routing(settings, route_model(settings, [chunk], {})).splitlines()
+    assert all(("(expert)" in row) == ("local_experts" in row) for row in rows)
+    assert sum("(expert)" in row for row in rows) == 2
+    assert not any("None" in row for row in rows)
 
 
 @eager

@@ -12,7 +12,7 @@ from tests.harness.megatron import initialize_megatron
 from tests.harness.models import assert_same
 from tests.harness.tiers import mostly_long
 from tests.unit.storage import runs
-from tests.unit.storage.runs import INSTANCES, MOE, SHARED_EXPERTS, Result, Run, deviation, train
+from tests.unit.storage.runs import DENSE, INSTANCES, MOE, SHARED_EXPERTS, Result, Run, train
 
 # One process of megatron-core's plain Muon is the reference. Per step an update rounds to about
 # 1e-7 of its size, and Newton-Schulz in float32 amplifies differences of the clipped gradients
@@ -46,7 +46,7 @@ LAYOUTS = {
 }
 
 
-MODELS = {"dense": runs.DENSE, "moe": MOE, "shared experts": SHARED_EXPERTS}
+MODELS = {"dense": DENSE, "moe": MOE, "shared experts": SHARED_EXPERTS}
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def test_weights_norm_and_zeros_equal_one_stock_process(layout):
     model = next(name for name, sizes in MODELS.items() if sizes == run.model)
     expected = reference(model, run.muon)
     results = run_ranks(world, train, run)
-    assert deviation(results, expected) < TOLERANCE
+    assert runs.deviation(results, expected) < TOLERANCE
     runs.check_steps(results, expected)
 
 
@@ -117,4 +117,4 @@ def test_blockwise_orthogonalizes_each_slab(model, parallel):
             its = (other.weights[name] for other in stock)
             expected = next(values for where, values in its if where.part == slab.part)
             assert (weight - expected).norm() < TOLERANCE * expected.norm(), name
-    assert deviation(ours, reference(model)) > 0.01
+    assert runs.deviation(ours, reference(model)) > 0.01

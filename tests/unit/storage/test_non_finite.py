@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 
 import megatron_eopt
 from megatron_eopt.base.errors import NonFiniteError
+from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.storage import runs
-from tests.unit.storage.runs import BF16, DENSE, FP16, MOE, Run, gradients, make_chunk, set_lr
+from tests.unit.storage.runs import BF16, DENSE, FP16, MOE, NORMUON, Run, gradients, make_chunk
 
 FIRST, SECOND = "decoder.layers.0.mlp.linear_fc2.weight", "decoder.layers.1.mlp.linear_fc2.weight"
 BAD = (math.nan, math.inf, -math.inf)
@@ -31,7 +33,7 @@ def build(run: Run) -> tuple[Any, Any]:
     if run.optimizer != PLAIN:
         return chunk, runs.make_optimizer(run, chunk)
     optimizer = megatron_eopt.get_megatron_optimizer(runs.make_config(run), [chunk])
-    set_lr(optimizer, optimizer.config)
+    runs.set_lr(optimizer, optimizer.config)
     return chunk, optimizer
 
 
@@ -217,7 +219,7 @@ LATE: dict[str, tuple[bool, dict[str, Any]]] = {
         f"momentum in {dtype}": (True, {"config": {"muon_momentum_dtype": dtype}})
         for dtype in ("bf16", "int8")
     },
-    "NorMuon": (True, {"config": {"optimizer": "adaptive_muon", **runs.NORMUON}}),
+    "NorMuon": (True, {"config": {"optimizer": "adaptive_muon", **NORMUON}}),
     # a rule that does not clip by itself, for which the host reads the norm before the step
     "SOAP": (True, {"config": {"optimizer": "soap"}}),
     "off-loaded": (
@@ -249,3 +251,10 @@ def test_a_host_that_reads_the_norm_a_step_later_sees_the_same(case, bad):
         assert {isinstance(norm, torch.Tensor) for norm in found["norms"]} == {case != "SOAP"}
         assert list(map(float, found["norms"])) == expected["norms"]
         assert equal(found["end"], expected["end"])
+
+
+def test_of_several_norms_the_host_knows_all_before_the_step():
+    original = SimpleNamespace(grad_norm_skip_threshold=math.inf)
+    chain: Any = SimpleNamespace(settings=SimpleNamespace(original=original), _fuses=True)
+    assert OptimizerChain._may_read_late(chain, {None: 1.0})
+    assert not OptimizerChain._may_read_late(chain, {None: 1.0, "mtp": 1.0})

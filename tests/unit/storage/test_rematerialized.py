@@ -22,7 +22,7 @@ from tests.harness.each_rank import on_ranks
 from tests.harness.models import assert_same, copies_of
 from tests.unit.storage import full_state, runs
 from tests.unit.storage.full_state import Case, build, differences, load, save_one, steps, stopped
-from tests.unit.storage.runs import DENSE, MOE, NORMUON, OVERLAP, PLAIN, Result, inject, weights
+from tests.unit.storage.runs import DENSE, MOE, NORMUON, OVERLAP, PLAIN, REPLICATED, Result, weights
 from tests.unit.storage.test_layouts import TOLERANCE
 
 LONG = pytest.mark.long
@@ -106,7 +106,7 @@ CUTS: dict[str, tuple[dict[str, Any], Layout]] = {
 )
 def test_a_cut_of_rows_changes_no_update(where: str, storage: str, names: list[str]):
     model, (world, parallel) = CUTS[where]
-    fields = runs.REPLICATED if storage == "replicated" else {}
+    fields = REPLICATED if storage == "replicated" else {}
     names = [name for name in names if storage == "sharded" or name != "soap"]
     cases = cases_of({**model, "layers": 1}, fields, names)
     references = run_ranks(1, trained, cases)[0]
@@ -198,7 +198,7 @@ def test_a_step_has_at_most_four_collectives(storage, gathers):
     case = Case("muon", model, {"gtp": 2, "tp": 2}, ddp=storage, config=config)
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
-    inject(case.run, chunk, 1)
+    runs.inject(case.run, chunk, 1)
     with counted() as calls:
         optimizer.step()
     assert [name for name, *_ in calls] == ["all_reduce", "all_to_all_single", "all_to_all_single"]

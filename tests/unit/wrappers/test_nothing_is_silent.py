@@ -23,7 +23,7 @@ from tests.harness.megatron import initialize_megatron
 from tests.harness.models import assert_same, copies_of
 from tests.unit.storage import runs
 from tests.unit.storage.full_state import Case, build, full_state, steps
-from tests.unit.storage.runs import DENSE, OVERLAP, PLAIN, SHARDED, Run, inject, make_chunk, train
+from tests.unit.storage.runs import DENSE, NORMUON, OVERLAP, PLAIN, REPLICATED, SHARDED, Run, inject
 
 STORAGES = {"replicated": PLAIN, "sharded": SHARDED}
 
@@ -37,19 +37,22 @@ def case_of(storage: str, optimizer: str = "muon", **fields: Any) -> Case:
 @pytest.mark.parametrize("storage", STORAGES)
 @on_ranks(1)
 def test_gradients_that_a_caller_assigns_are_stepped_with(storage, dtype):
-    """Step with gradients where DDP keeps them, and with others that a caller assigns."""
+    """Step with gradients where DDP keeps them, and with others that a caller assigns, twice."""
     found = []
     for assigns in (False, True):
         case = case_of(storage, bf16=dtype == torch.bfloat16)
         case.model["dtype"] = dtype
         chunk, optimizer = build(case)
-        inject(case.run, chunk, 0)
-        if assigns:
-            for param in chunk.parameters():
-                param.main_grad = param.main_grad.clone()
-            for buffer in chunk.buffers:
+        for step in range(2):
+            inject(case.run, chunk, step)
+            kept = {param: param.main_grad for param in chunk.parameters()} if assigns else {}
+            for param, gradient in kept.items():
+                param.main_grad = gradient.clone()
+            for buffer in chunk.buffers if assigns else ():
                 buffer.grad_data.zero_()
-        optimizer.step()
+            optimizer.step()
+            for param, gradient in kept.items():
+                param.main_grad = gradient
         found.append([param.detach().clone() for param in chunk.parameters()])
     pairs = zip(*found, chunk.named_parameters(), strict=True)
     assert not [name for one, other, (name, _) in pairs if not torch.equal(one, other)]
@@ -59,7 +62,7 @@ def test_gradients_that_a_caller_assigns_are_stepped_with(storage, dtype):
 def test_declared_matrices_are_stepped_one_by_one_or_refused():
     """Build over a weight that is declared to be several matrices."""
     for storage, optimizer in itertools.product(STORAGES, ("muon", "soap", "lion")):
-        chunk = make_chunk(case_of(storage).run)
+        chunk = runs.make_chunk(case_of(storage).run)
         weight = next(p for n, p in chunk.named_parameters() if "linear_qkv.weight" in n)
         weight.eopt_split = gated(tuple(weight.shape))
         config = EmergingOptimizerConfig(optimizer=optimizer, lr=0.01, **STORAGES[storage])
@@ -78,7 +81,7 @@ def alone(partial: bool) -> str:
     mine = parallel_state.get_data_parallel_group() if partial else groups[distributed.get_rank()]
     collection = ProcessGroupCollection(dp=mine)
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.01)
-    chunk = make_chunk(Run(ddp=PLAIN))
+    chunk = runs.make_chunk(Run(ddp=PLAIN))
     try:
         get_megatron_optimizer(config, [chunk], pg_collection=collection)
     except ConfigurationError as error:
@@ -95,8 +98,8 @@ def test_process_groups_that_lack_the_tensor_parallel_one():
 @pytest.mark.parametrize("buckets", [{}, {"bucket_size": 3000}], ids=["hooks", "buckets"])
 def test_parameters_are_gathered_by_a_ddp_that_all_reduces(buckets):
     gathers = {"overlap_param_gather": True}
-    plain = run_ranks(2, train, Run(ddp=PLAIN))
-    overlapped = run_ranks(2, train, Run(ddp={**PLAIN, **OVERLAP, **buckets}, config=gathers))
+    plain = run_ranks(2, runs.train, Run(ddp=PLAIN))
+    overlapped = run_ranks(2, runs.train, Run(ddp={**PLAIN, **OVERLAP, **buckets}, config=gathers))
     for one, other in zip(plain, overlapped, strict=True):
         assert_same(other.tensors, one.tensors)
 
@@ -119,7 +122,7 @@ def test_copies_of_an_own_loops_optimizer_are_refused():
 
 @on_ranks(1)
 def test_copies_of_chains_are_refused():
-    for case in (Case(), Case(**runs.REPLICATED)):
+    for case in (Case(), Case(**REPLICATED)):
         refuse_all(build(case)[1])
         forget_megatron()
 
@@ -150,7 +153,7 @@ EXACT = {
 }
 CASES = {
     "muon": Case("muon", config=EXACT),
-    "normuon": Case("adaptive_muon", config={**EXACT, **runs.NORMUON}),
+    "normuon": Case("adaptive_muon", config={**EXACT, **NORMUON}),
     "adam": Case("adam", config=EXACT),
     "lion": Case("lion", config=EXACT),
 }
