@@ -16,6 +16,7 @@ from megatron_eopt import (
     EmergingOptimizerConfig,
     TensorParallelAdaptiveMuon,
     TensorParallelMuon,
+    extending,
     get_megatron_optimizer,
 )
 from megatron_eopt.config import checks, registry
@@ -23,13 +24,6 @@ from megatron_eopt.config.arguments import entry_kwargs
 from megatron_eopt.config.registry import registered
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.contrib.declared_boxes import build_sharded
-from megatron_eopt.extending import (
-    EmergingOptimizerEntry,
-    MatrixSumsRule,
-    MuonRule,
-    build_replicated,
-    register_storage,
-)
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.optimizers.adaptive_rule import NorMuonRule
 from megatron_eopt.optimizers.stored_matrices import MatrixSums
@@ -69,7 +63,7 @@ def test_our_storages_conform(storage, optimizer, config):
 
 def variant(cls):
     """Return the entry of a variant of Muon, which reads Muon's settings."""
-    return EmergingOptimizerEntry(cls, state_layout="matrix_update", prefixes=("muon",))
+    return extending.EmergingOptimizerEntry(cls, state_layout="matrix_update", prefixes=("muon",))
 
 
 def muon_with(rule):
@@ -81,7 +75,7 @@ def muon_with(rule):
 CautiousMuon = muon_with(CautiousRule)
 
 
-class BoundedRule(MatrixSumsRule):
+class BoundedRule(extending.MatrixSumsRule):
     """Lets no update of a whole matrix have a root mean square above a limit."""
 
     def partial_sums(self, item, update):
@@ -155,7 +149,7 @@ def test_a_variant_of_adaptive_muon_has_its_own_rule():
             HalvedNorMuon([weight], moment2_method=method)
 
 
-class PerWaveRule(MuonRule):
+class PerWaveRule(extending.MuonRule):
     """Cautious Muon that adds up the sums of a wave, in which ranks have other parameters."""
 
     def _apply(self, stepped, updates):
@@ -173,7 +167,7 @@ class PerWaveRule(MuonRule):
         super()._apply(stepped, updates)
 
 
-class KeepingRule(MuonRule):
+class KeepingRule(extending.MuonRule):
     """Applies updates at the end of a step, when waves have overwritten them."""
 
     def _run(self, items, groups):
@@ -209,7 +203,7 @@ def test_the_conformance_test_fails_for_a_faulty_rule(cls, where):
         conformance.check(variant(cls))
 
 
-@register_storage
+@extending.register_storage
 def with_own_norms(context):
     """Build a storage in rows whose ranks have a gradient norm each."""
     if not hasattr(context.model_chunks[0], "has_own_norms"):
@@ -230,11 +224,11 @@ def with_own_norm(model):
     return model
 
 
-@register_storage
+@extending.register_storage
 def as_copies(context):
     """Take rows for whole parameters."""
     is_mine = hasattr(context.model_chunks[0], "has_undeclared_rows")
-    return build_replicated(context, Float32Optimizer) if is_mine else None
+    return extending.build_replicated(context, Float32Optimizer) if is_mine else None
 
 
 def undeclared(model):
@@ -259,7 +253,7 @@ def test_the_conformance_test_fails_for_a_faulty_storage(storage, where):
         conformance.check("muon", storage=storage)
 
 
-class CountingRule(MuonRule):
+class CountingRule(extending.MuonRule):
     """Takes smaller steps the more often a hook has run, which is once a wave."""
 
     waves = 0
@@ -269,7 +263,7 @@ class CountingRule(MuonRule):
         super()._apply(items, {n: update / self.waves for n, update in updates.items()})
 
 
-class LosingRule(MuonRule):
+class LosingRule(extending.MuonRule):
     """Keeps state that no checkpoint of Megatron has."""
 
     kept: Any = 0
@@ -314,7 +308,7 @@ def test_the_cause_comes_first():
     assert "of its way off" in first
 
 
-class RowsRule(MuonRule):
+class RowsRule(extending.MuonRule):
     """Normalizes rows where it is told that matrices are whole."""
 
     def _update(self, stack, matrices, reduce, shape):
@@ -322,7 +316,7 @@ class RowsRule(MuonRule):
         stack.div_(stack.norm(dim=-1, keepdim=True).clamp(min=1e-12))
 
 
-class NormRule(MuonRule):
+class NormRule(extending.MuonRule):
     """Divides by the norm of the whole matrix."""
 
     def _update(self, stack, matrices, reduce, shape):
@@ -374,7 +368,7 @@ def test_a_rule_that_takes_slabs_for_matrices_fails(cls):
     assert all(line.startswith("in_zero1, in teams on 2") for line in lines)
 
 
-class PairsRule(MuonRule):
+class PairsRule(extending.MuonRule):
     """Works on pairs of rows, and forgets the last of an odd number of rows in large weights."""
 
     def _apply(self, stepped, updates):
@@ -392,7 +386,7 @@ def test_a_rule_that_is_wrong_with_megatron_fsdp_alone_fails():
     assert all(line.startswith("in_megatron_fsdp") for line in lines), lines
 
 
-class ForgetfulRule(MuonRule):
+class ForgetfulRule(extending.MuonRule):
     """Scales its momentum by the factor that clips, which is nan when a step is skipped."""
 
     def _directions(self, items, arriving, outs):

@@ -15,23 +15,6 @@ from torch import distributed
 from torch.distributed.distributed_c10d import _world
 
 from megatron_eopt.base import agreement
-from megatron_eopt.base.agreement import (
-    CheckpointError,
-    GroupRank,
-    answered_by,
-    any_rank,
-    device_of_collectives,
-    from_rank_0,
-    gather_objects,
-    gather_unique,
-    group_of_members,
-    group_rank_in,
-    group_ranks_in,
-    is_rank_0,
-    raise_together,
-    raise_together_in,
-    totals,
-)
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.quiet import report_errors_once
 from tests.harness import run_ranks
@@ -61,17 +44,17 @@ def outcomes() -> list[str]:
     return [
         outcome(function)
         for function in (
-            lambda: raise_together(lambda: refuse_on(1)),
-            lambda: raise_together(lambda: refuse_on(1, 2)),
-            lambda: from_rank_0(lambda: refuse_on(0)),
-            lambda: raise_together(lambda: fail_on(1)),
-            lambda: from_rank_0(lambda: fail_on(0)),
-            lambda: from_rank_0(threading.Lock),
-            lambda: from_rank_0(lambda: f"of {rank}"),
-            lambda: gather_unique(["all", "all", rank]),
-            lambda: gather_unique([]),
-            lambda: gather_unique(["odd"] if rank % 2 else []),
-            lambda: raise_together(lambda: f"of {rank}") == f"of {rank}",
+            lambda: agreement.raise_together(lambda: refuse_on(1)),
+            lambda: agreement.raise_together(lambda: refuse_on(1, 2)),
+            lambda: agreement.from_rank_0(lambda: refuse_on(0)),
+            lambda: agreement.raise_together(lambda: fail_on(1)),
+            lambda: agreement.from_rank_0(lambda: fail_on(0)),
+            lambda: agreement.from_rank_0(threading.Lock),
+            lambda: agreement.from_rank_0(lambda: f"of {rank}"),
+            lambda: agreement.gather_unique(["all", "all", rank]),
+            lambda: agreement.gather_unique([]),
+            lambda: agreement.gather_unique(["odd"] if rank % 2 else []),
+            lambda: agreement.raise_together(lambda: f"of {rank}") == f"of {rank}",
         )
     ]
 
@@ -103,38 +86,42 @@ class Peers:
     def gather_objects(self, value: Any, group: Any) -> list[Any]:
         return [value, self.number]
 
-    def group_ranks(self, group: Any) -> list[GroupRank]:
-        return [GroupRank(self.number, 0)]
+    def group_ranks(self, group: Any) -> list[agreement.GroupRank]:
+        return [agreement.GroupRank(self.number, 0)]
 
 
 def on_each_rank() -> dict[str, Any]:
     rank, calls, thing = distributed.get_rank(), [], ["thing"]
-    kept = from_rank_0(lambda: calls.append(rank) or thing)
-    pair = None if rank == 1 else group_of_members((0, 2))
-    own = group_of_members((rank,))
+    kept = agreement.from_rank_0(lambda: calls.append(rank) or thing)
+    pair = None if rank == 1 else agreement.group_of_members((0, 2))
+    own = agreement.group_of_members((rank,))
     found = {
         "called": calls,
         "has the object itself": kept is thing,
-        "any": (any_rank(rank == 1), any_rank(False)),
-        "totals": totals([rank, 1]),
-        "in pairs": outcome(lambda: raise_together_in(pair, lambda: refuse_on(1, 2))),
-        "in groups of one": outcome(lambda: raise_together(lambda: fail_on(rank), own)),
-        "positions": group_ranks_in([None, pair, distributed.group.WORLD]),
-        "of other lengths": outcome(lambda: group_ranks_in([None] * (1 + rank))),
+        "any": (agreement.any_rank(rank == 1), agreement.any_rank(False)),
+        "totals": agreement.totals([rank, 1]),
+        "in pairs": outcome(lambda: agreement.raise_together_in(pair, lambda: refuse_on(1, 2))),
+        "in groups of one": outcome(lambda: agreement.raise_together(lambda: fail_on(rank), own)),
+        "positions": agreement.group_ranks_in([None, pair, distributed.group.WORLD]),
+        "of other lengths": outcome(lambda: agreement.group_ranks_in([None] * (1 + rank))),
     }
     if rank == 1:
         # no other rank calls these
-        with answered_by(Peers(5)):
-            functions = (raise_together, from_rank_0)
+        with agreement.answered_by(Peers(5)):
+            functions = (agreement.raise_together, agreement.from_rank_0)
             found["calls"] = [function(lambda: rank) for function in functions]
-            found["lists"] = [totals([rank]), gather_unique([rank, rank]), gather_objects(rank)]
+            found["lists"] = [
+                agreement.totals([rank]),
+                agreement.gather_unique([rank, rank]),
+                agreement.gather_objects(rank),
+            ]
     return found
 
 
 def test_what_each_rank_gets():
     results = run_ranks(3, on_each_rank)
     refused = "ConfigurationError: argument={}: must be another. Give another."
-    singles = [GroupRank(0, 0), GroupRank(1, 0), GroupRank(2, 0)]
+    singles = [agreement.GroupRank(0, 0), agreement.GroupRank(1, 0), agreement.GroupRank(2, 0)]
     for rank, its in enumerate(results):
         assert its == {
             "called": [0] if rank == 0 else [],
@@ -145,8 +132,8 @@ def test_what_each_rank_gets():
             "in groups of one": "KeyError: 'oops'",
             "positions": [
                 singles,
-                [GroupRank(0, 0), GroupRank(1, 0), GroupRank(0, 1)],
-                [GroupRank(0, 0), GroupRank(0, 1), GroupRank(0, 2)],
+                [agreement.GroupRank(0, 0), agreement.GroupRank(1, 0), agreement.GroupRank(0, 1)],
+                [agreement.GroupRank(0, 0), agreement.GroupRank(0, 1), agreement.GroupRank(0, 2)],
             ],
             "of other lengths": "ValueError: zip() argument 2 is longer than argument 1",
             **({"calls": [1, 1], "lists": [[1], [1], [1, 5]]} if rank == 1 else {}),
@@ -155,15 +142,19 @@ def test_what_each_rank_gets():
 
 def test_the_innermost_stand_ins_answer():
     def answers() -> tuple[Any, ...]:
-        return gather_objects(3), any_rank(False), group_ranks_in([None, None])
+        return (
+            agreement.gather_objects(3),
+            agreement.any_rank(False),
+            agreement.group_ranks_in([None, None]),
+        )
 
-    with answered_by(Peers(5)):
-        outer = [3, 5], True, [[GroupRank(5, 0)]] * 2
+    with agreement.answered_by(Peers(5)):
+        outer = [3, 5], True, [[agreement.GroupRank(5, 0)]] * 2
         assert answers() == outer
-        with answered_by(Peers(0)):
-            assert answers() == ([3, 0], False, [[GroupRank(0, 0)]] * 2)
+        with agreement.answered_by(Peers(0)):
+            assert answers() == ([3, 0], False, [[agreement.GroupRank(0, 0)]] * 2)
         assert answers() == outer
-    assert gather_objects(3) == [3]
+    assert agreement.gather_objects(3) == [3]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +165,7 @@ def test_collectives_need_tensors_on_the_gpu_with_nccl_only(monkeypatch, backend
     monkeypatch.setattr(distributed, "is_initialized", lambda: backend is not None)
     monkeypatch.setattr(distributed, "get_backend", lambda: backend or pytest.fail("no group"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert device_of_collectives() == torch.device(device)
+    assert agreement.device_of_collectives() == torch.device(device)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +192,7 @@ def test_members_number_their_groups_alike_and_join_late(monkeypatch, device, ba
     monkeypatch.setattr(agreement, "_made", Counter())
     before, teams = _world.group_count, ((3, 4), (3, 5), (3, 4))
     for team in teams:
-        group_of_members(team)
+        agreement.group_of_members(team)
     # no group that torch numbers itself has a negative number
     assert made == list(zip(teams, (-1, -1, -2), (options,) * 3, strict=True))
     assert _world.group_count == before
@@ -217,7 +208,7 @@ def test_ranks_of_different_teams_make_groups_together_afterwards():
     for team in TEAMS:
         if rank in team:
             value = torch.tensor(rank)
-            distributed.all_reduce(value, group=group_of_members(team))
+            distributed.all_reduce(value, group=agreement.group_of_members(team))
             assert value == sum(team)
     value = torch.tensor(rank)
     distributed.all_reduce(value, group=distributed.new_group(range(4)))
@@ -225,21 +216,21 @@ def test_ranks_of_different_teams_make_groups_together_afterwards():
 
 
 def test_alone_nothing_is_communicated():
-    assert raise_together(lambda: 3) == from_rank_0(lambda: 3) == 3
-    assert gather_unique([3, 3]) == [3]
-    assert totals([3]) == [3]
-    assert is_rank_0()
-    assert group_rank_in([4, 2, 7], 7) == GroupRank(2, 2)
-    for function in (raise_together, from_rank_0):
-        with pytest.raises(CheckpointError):
+    assert agreement.raise_together(lambda: 3) == agreement.from_rank_0(lambda: 3) == 3
+    assert agreement.gather_unique([3, 3]) == [3]
+    assert agreement.totals([3]) == [3]
+    assert agreement.is_rank_0()
+    assert agreement.group_rank_in([4, 2, 7], 7) == agreement.GroupRank(2, 2)
+    for function in (agreement.raise_together, agreement.from_rank_0):
+        with pytest.raises(agreement.CheckpointError):
             function(_refuse)
 
 
 def _refuse() -> None:
-    raise CheckpointError("a", 1, "b", "C")
+    raise agreement.CheckpointError("a", 1, "b", "C")
 
 
-def _printed_by_the_hook(group: bool, raised: Any = raise_together) -> bool:
+def _printed_by_the_hook(group: bool, raised: Any = agreement.raise_together) -> bool:
     """Return whether a configuration error of all ranks, or of a group, would be printed."""
     printed = io.StringIO()
     original = sys.excepthook
@@ -275,6 +266,6 @@ def test_a_configuration_error_is_one_sentence_unless_the_traceback_is_asked_for
 
 
 def test_rank_0_alone_prints_an_error_of_all_ranks():
-    for function in (raise_together, from_rank_0):
+    for function in (agreement.raise_together, agreement.from_rank_0):
         assert run_ranks(2, _printed_by_the_hook, False, function) == [True, False]
     assert run_ranks(2, _printed_by_the_hook, True) == [True, True]

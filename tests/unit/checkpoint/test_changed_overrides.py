@@ -15,10 +15,7 @@ from typing import Any
 import pytest
 from megatron.core.optimizer import ParamKey
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dicts
 
 from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.base.agreement import CheckpointError
@@ -85,8 +82,8 @@ def test_settings_go_with_what_overrides_say_now(form):
         if form == "state_dict":
             its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         else:
-            saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
-            set_optimizer_state_dict(its_model, its, saved)
+            saved = copy.deepcopy(dicts.get_optimizer_state_dict(model, optimizer))
+            dicts.set_optimizer_state_dict(its_model, its, saved)
         found = rates_of(its)
         for name, values in expected(OVERRIDES[after]).items():
             assert found[name] == pytest.approx(values, rel=1e-12), (before, after, name)

@@ -12,10 +12,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
 )
 from torch import distributed, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dicts
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
@@ -293,7 +290,7 @@ def outcome_of(saved: Any, reader: str, form: str, folder: Path | None = None) -
     with listening() as lines:
         try:
             if form == "by name":
-                set_optimizer_state_dict(model, optimizer, given)
+                dicts.set_optimizer_state_dict(model, optimizer, given)
             else:
                 optimizer.load_state_dict(as_in_json(given) if form == "JSON" else given)
         except ConfigurationError as refused:
@@ -323,7 +320,9 @@ def test_in_own_loops(tmp_path, form):
     for number, ((writer, reader), outcome) in enumerate(OUTCOMES.items()):
         model, optimizer = trained(writer)
         is_named = form == "by name"
-        saved = get_optimizer_state_dict(model, optimizer) if is_named else optimizer.state_dict()
+        saved = (
+            dicts.get_optimizer_state_dict(model, optimizer) if is_named else optimizer.state_dict()
+        )
         found = outcome_of(saved, reader, form, tmp_path / str(number))
         assert found == outcome, (writer, reader)
 

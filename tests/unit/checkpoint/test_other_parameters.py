@@ -18,10 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.optimizer import ParamKey
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dicts
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
@@ -232,13 +229,13 @@ def test_a_weight_that_is_frozen_after_the_build_is_named_with_what_to_do():
     """torch leaves out its state; it has it where the weight is frozen before the build."""
     model, optimizer = stepped([4, 4, 4])
     model[0].weight.requires_grad_(False)
-    saved = get_optimizer_state_dict(model, optimizer)
+    saved = dicts.get_optimizer_state_dict(model, optimizer)
     model, optimizer = fresh([4, 4, 4])
     model[0].weight.requires_grad_(False)
     with pytest.raises(ConfigurationError, match=r"0\.weight: no state.*freeze them before the"):
-        set_optimizer_state_dict(model, optimizer, saved)
+        dicts.set_optimizer_state_dict(model, optimizer, saved)
     model[0].weight.requires_grad_(True)
-    set_optimizer_state_dict(model, optimizer, saved)
+    dicts.set_optimizer_state_dict(model, optimizer, saved)
 
 
 @pytest.mark.parametrize("name", ["adam", "muon", "soap"])
@@ -353,12 +350,12 @@ def test_names_that_look_like_numbers(through_torch):
         param.grad = torch.full((4, 4), float(number))
     writer.step()
     expected = state_by_name(writer)
-    saved = get_optimizer_state_dict(model, writer)
+    saved = dicts.get_optimizer_state_dict(model, writer)
     (group,) = saved["param_groups"]
     group["params"].reverse()
     model, reader = built()
     if through_torch:
-        set_optimizer_state_dict(model, reader, saved)
+        dicts.set_optimizer_state_dict(model, reader, saved)
     else:
         reader.load_state_dict(saved)
     assert_same(state_by_name(reader), expected)
@@ -391,7 +388,7 @@ def test_a_meaning_is_known_if_torch_has_merged_groups():
     model, writer = stepped([4, 4, 4, 4], "adam")
     for group in writer.param_groups:
         group["maximize"] = True
-    saved = get_optimizer_state_dict(model, writer)
+    saved = dicts.get_optimizer_state_dict(model, writer)
     for sizes in ([4, 4, 4, 4], [4, 4, 4]):
         model, reader = fresh(sizes, "adam")
         with listening() as lines:

@@ -15,11 +15,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
     uneven_dtensor_to_full_tensor,
 )
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dicts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -248,17 +244,17 @@ def by_optimizer(_model, optimizer):
 
 
 def by_torch(model, optimizer):
-    return get_optimizer_state_dict(model, optimizer)
+    return dicts.get_optimizer_state_dict(model, optimizer)
 
 
 def flattened(model, optimizer):
-    return get_optimizer_state_dict(model, optimizer, options=FLAT)
+    return dicts.get_optimizer_state_dict(model, optimizer, options=FLAT)
 
 
 FORMS = (by_optimizer, by_torch, flattened)
 """Ways to save the state of an optimizer."""
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+FLAT = dicts.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def load(form, model, optimizer, saved):
@@ -267,7 +263,7 @@ def load(form, model, optimizer, saved):
         optimizer.load_state_dict(saved)
     else:
         options = FLAT if form is flattened else None
-        set_optimizer_state_dict(model, optimizer, saved, options=options)
+        dicts.set_optimizer_state_dict(model, optimizer, saved, options=options)
 
 
 METHODS = ("normuon", "adamuon", "namo")

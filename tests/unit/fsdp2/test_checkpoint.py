@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dicts
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import ParamKey
@@ -44,7 +40,7 @@ NAMES = {
 
 def whole_state(model, optimizer):
     """Return everything that a checkpoint has, as whole tensors."""
-    saved = get_optimizer_state_dict(model, optimizer)
+    saved = dicts.get_optimizer_state_dict(model, optimizer)
     return {
         f"{name}.{key}": whole(value) if isinstance(value, torch.Tensor) else value
         for name, entries in saved["state"].items()
@@ -63,7 +59,7 @@ def save(folder, layout, names, begin=begun):
     for name in names:
         model, optimizer = begin(layout, name)
         optimizer.param_groups[0]["lr"] = 0.03
-        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        state = {"optimizer": dicts.get_optimizer_state_dict(model, optimizer)}
         checkpoint.save(state, checkpoint_id=f"{folder}/{name}")
         wholes[name] = whole_state(model, optimizer), models.weights(model)
         wholes[name] += (stepped(model, optimizer, 3),)
@@ -80,9 +76,9 @@ def load(folder, layout, saved, variants=VARIANTS):
         with torch.no_grad():
             for key, param in models.named(model).items():
                 param.copy_(models.shard(trained[key], param))
-        loaded = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        loaded = {"optimizer": dicts.get_optimizer_state_dict(model, optimizer)}
         checkpoint.load(loaded, checkpoint_id=f"{folder}/{name}", no_dist=layout == "plain")
-        set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
+        dicts.set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
         assert optimizer.param_groups[0]["lr"] == 0.03
         results[name] = whole_state(model, optimizer), stepped(model, optimizer, 3)
     return results
@@ -154,8 +150,8 @@ def test_state_loads_bit_equal_at_other_layouts(saved, framework, layout, world,
 
 
 FORMS = {
-    "flattened": StateDictOptions(flatten_optimizer_state_dict=True),
-    "whole": StateDictOptions(full_state_dict=True),
+    "flattened": dicts.StateDictOptions(flatten_optimizer_state_dict=True),
+    "whole": dicts.StateDictOptions(full_state_dict=True),
 }
 
 
@@ -167,8 +163,8 @@ FORMS = {
 def test_a_run_goes_on_from_every_form_of_state(name, form):
     model, optimizer = train("fsdp", config(name), steps=3)
     other, following = train("fsdp", config(name), steps=3)
-    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FORMS[form]))
-    set_optimizer_state_dict(other, following, saved, options=FORMS[form])
+    saved = copy.deepcopy(dicts.get_optimizer_state_dict(model, optimizer, options=FORMS[form]))
+    dicts.set_optimizer_state_dict(other, following, saved, options=FORMS[form])
     assert far(stepped(model, optimizer, 3, 4), stepped(other, following, 3, 4))[0] == 0
 
 
@@ -194,12 +190,12 @@ def test_the_state_alone_loads_into_a_run_with_other_overrides(order, tmp_path):
     model = make_model("fsdp")
     optimizer = build_optimizer(model, config(), before)
     stepped(model, optimizer, 0)
-    saved = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    saved = {"optimizer": dicts.get_optimizer_state_dict(model, optimizer)}
     checkpoint.save(saved, checkpoint_id=tmp_path)
     other = build_optimizer(model, config(), after)
     names = {"model": model, "optimizer": other, "folder": str(tmp_path), "dcp": checkpoint}
-    names["get_optimizer_state_dict"] = get_optimizer_state_dict
-    names["set_optimizer_state_dict"] = set_optimizer_state_dict
+    names["get_optimizer_state_dict"] = dicts.get_optimizer_state_dict
+    names["set_optimizer_state_dict"] = dicts.set_optimizer_state_dict
     exec(snippet, names)
     assert far(whole_state(model, other), whole_state(model, optimizer))[0] == 0
     rates = {name: group["lr"] for name, group in models.groups_of(other).items()}
@@ -232,7 +228,7 @@ def test_a_run_of_torchs_muon_goes_on():
     model, muon = torch_muon()
     saved = muon.state_dict()
     momenta = {name: saved["state"][i]["momentum_buffer"] for i, name in enumerate(NO_STACKS)}
-    by_name = get_optimizer_state_dict(model, muon)
+    by_name = dicts.get_optimizer_state_dict(model, muon)
     found = run_ranks(4, continued, "fsdp", saved, cpu=False)
     for layout in ("units", "optim_grads_params"):
         found += run_ranks(2, continued, layout, saved)

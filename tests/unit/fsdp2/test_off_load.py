@@ -12,10 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dicts
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron_eopt import get_megatron_optimizer
@@ -56,8 +53,8 @@ def own(layout: str) -> Loop:
         model,
         lambda **fields: build_optimizer(model, config(**fields)),
         partial(set_gradients, model),
-        partial(get_optimizer_state_dict, model),
-        lambda optimizer, saved: set_optimizer_state_dict(model, optimizer, saved),
+        partial(dicts.get_optimizer_state_dict, model),
+        lambda optimizer, saved: dicts.set_optimizer_state_dict(model, optimizer, saved),
     )
 
 

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dicts
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.fsdp2 import build_optimizer
@@ -108,7 +105,7 @@ def test_named_state_is_loaded(writer: str, groups: str) -> None:
     again = CLASSES[writer](params_of(model, groups), lr=1e-3)
     again.load_state_dict(copy.deepcopy(theirs.state_dict()))
     optimizer = ours(model, "sgd" if writer == "sgd" else "adam")
-    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, again))
+    dicts.set_optimizer_state_dict(model, optimizer, dicts.get_optimizer_state_dict(model, again))
     for param in model.parameters():
         for key, value in theirs.state[param].items():
             assert torch.equal(torch.as_tensor(optimizer.state[param][key]), value), key
@@ -157,15 +154,15 @@ def test_flattened_state_goes_over_by_way_of_its_own_optimizer(writer: str, read
     model = Model()
     theirs = of_writer()
     step(model, theirs)
-    saved = copy.deepcopy(get_optimizer_state_dict(model, theirs, options=FLAT))
+    saved = copy.deepcopy(dicts.get_optimizer_state_dict(model, theirs, options=FLAT))
     with pytest.raises(KeyError) as error:
-        set_optimizer_state_dict(model, ours(model, reader), saved, options=FLAT)
+        dicts.set_optimizer_state_dict(model, ours(model, reader), saved, options=FLAT)
     assert "`get_optimizer_state_dict`" in row_about(error.value)
     old = of_writer()
-    set_optimizer_state_dict(model, old, saved, options=FLAT)
-    state = get_optimizer_state_dict(model, old)
+    dicts.set_optimizer_state_dict(model, old, saved, options=FLAT)
+    state = dicts.get_optimizer_state_dict(model, old)
     optimizer = ours(model, reader)
-    set_optimizer_state_dict(model, optimizer, state)
+    dicts.set_optimizer_state_dict(model, optimizer, state)
     expected = ours(model, reader)
-    set_optimizer_state_dict(model, expected, get_optimizer_state_dict(model, theirs))
+    dicts.set_optimizer_state_dict(model, expected, dicts.get_optimizer_state_dict(model, theirs))
     assert same(expected.state_dict(), optimizer.state_dict())

@@ -11,11 +11,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
 )
 from torch import nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dicts
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_eopt.base.errors import ConfigurationError
@@ -73,14 +69,14 @@ def train_experts(ranks_of_experts=EXPERTS, save="", load=""):
             stepped(model, optimizer, 0, 1, 2)
         # flattened, since lists of names would differ between expert-parallel ranks
         state = {
-            "model": preprocess_state_dict_for_uneven_dtensor(get_model_state_dict(model)),
-            "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
+            "model": preprocess_state_dict_for_uneven_dtensor(dicts.get_model_state_dict(model)),
+            "optimizer": dicts.get_optimizer_state_dict(model, optimizer, options=FLAT),
         }
         if save:
             checkpoint.save(state, checkpoint_id=f"{save}/{name}")
         if load:
             checkpoint.load(state, checkpoint_id=f"{load}/{name}")
-            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
+            dicts.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
         found[name] = stepped(model, optimizer, 3)
     return found
 
