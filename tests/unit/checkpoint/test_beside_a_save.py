@@ -224,10 +224,12 @@ def test_a_log_that_is_open_stays_in_the_folder(tmp_path):
         other.write("in a folder")
     assert (folder / "log.txt").read_text() == f"{NEW}\n{NEWER}\n"
     assert (folder / "logs" / "0.txt").read_text() == "in a folder"
-    (folder / "link").symlink_to("log.txt")
+    links = {folder / "link": "log.txt", folder / "links": "logs"}
+    for link, target in links.items():
+        link.symlink_to(target)
     with mock.patch("os.link", side_effect=OSError(errno.EPERM, "no links")):
         save(folder, OLD)
-    assert (folder / "link").is_symlink()
+    assert all(link.is_symlink() for link in links)
     assert (folder / "log.txt").read_text() == f"{NEW}\n{NEWER}\n"
 
 

@@ -416,6 +416,8 @@ def test_a_meaning_is_known_if_torch_has_merged_groups():
         (lambda its: its | {"param_names": []}, "must have the keys"),
         (lambda its: its | {"param_groups": {}}, "must have the keys"),
         (lambda its: its | {"param_groups": [{"params": None}]}, "must have the keys"),
+        (lambda its: its | {"param_groups": [None]}, "must have the keys"),
+        (lambda its: its | {"state": {0: {"momentum_buffer": "text"}}}, "must be a tensor"),
         *(
             (lambda _, broken=broken: broken, "state_dict")
             for broken in (None, {}, [], {"state": {}}, {"param_groups": []}, 7)

@@ -374,12 +374,13 @@ def test_the_folder_of_each_kind_of_save(
     assert saving._folder_of(asked) == (tmp_path / expected if expected else None)
 
 
-@pytest.mark.parametrize("text", ["", " \n", "-1", "3.0", "iter_0000002", "²", "releas"])
+@pytest.mark.parametrize("text", ["", " \n", "-1", "3.0", "iter_0000002", "²", "٣", "releas"])
 def test_a_tracker_names_an_iteration(tmp_path, text):
     tracker = tmp_path / TRACKER
     tracker.write_text(text)
     with pytest.raises(CheckpointError, match=TRACKER):
         read_tracker(tracker)
-    for right in (7, "release"):
+    for right, name in ((7, "iter_0000007"), ("release", "release")):
         tracker.write_text(f"{right}\n")
         assert read_tracker(tracker) == right
+        assert folder_name(right) == name

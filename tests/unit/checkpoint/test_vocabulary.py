@@ -44,9 +44,11 @@ def test_padding_is_that_of_the_checkpoint(tmp_path, caplog, saved, tokens, tens
     (place / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     torch.save({"args": written}, place / "common.pt")
     folders = {"load": tmp_path / "first", "pretrained_checkpoint": tmp_path / "second"}
-    run = Namespace(**folders, make_vocab_size_divisible_by=divisor, rank=0)
+    run = Namespace(**folders, make_vocab_size_divisible_by=divisor)
     run.tensor_model_parallel_size = tensor
-    assert vocabulary.keeping_padding(padded)(tokens, run) == rows
+    for run.rank, logs in ((1, True), (0, False), (0, True)):
+        assert "keeps the padding" not in caplog.text
+        assert vocabulary.keeping_padding(padded)(tokens, run, logs) == rows
     assert ("keeps the padding" in caplog.text) == (rows != padded(tokens, run))
 
 

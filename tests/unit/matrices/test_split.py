@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,7 @@ def test_parts(split: Split, parts: list[tuple[str, int, tuple[int, int]]]) -> N
         (lambda: gated((7, 4)), ["(7, 4)", "7 rows", "has 6"]),
         (lambda: gated((20, 4), interleave=4), ["(20, 4)", "16"]),
         (lambda: side_by_side("x", (9, 4), {"a": 4, "b": 4}), ["(9, 4)", "8", "a 4 | b 4"]),
+        (lambda: replace(transposed(gated((8, 4))), shape=(4, 9)), ["(4, 9)", "9 columns", "8"]),
         (lambda: whole((4,)), ["(4,)", "(rows, cols)"]),
         (lambda: periodic("x", (8, 2), {"a": 4}, units={"a": 3}), ["a=(4, 2, 3)", "divide"]),
     ],

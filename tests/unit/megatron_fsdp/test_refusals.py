@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_eopt import ConfigurationError
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.unit.megatron_fsdp.runs import make_chunk, make_optimizer
@@ -36,6 +36,9 @@ def refused() -> list[str]:
             make_optimizer(run, chunk)
         found.append(str(caught.value))
         forget_megatron()
+    chunks = [make_chunk(SMALL), make_chunk(SMALL)]
+    with pytest.raises(ConfigurationError, match="model_chunks=2: must be one"):
+        get_megatron_optimizer(EmergingOptimizerConfig(use_distributed_optimizer=True), chunks)
     return found
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from megatron_eopt.matrices import qkv
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.muon import _NOT_CALLED, TensorParallelMuon
+from megatron_eopt.optimizers.specs import refuse_own_step
 from tests.harness import run_ranks
 from tests.reference.muon import muon_step
 from tests.unit.optimizers.parameters import parameter
@@ -144,7 +146,7 @@ def test_groups_step_with_their_own_settings():
         assert torch.equal(param, alone)
 
 
-@pytest.mark.parametrize("declared", ["constructor", "parameter", "splits"])
+@pytest.mark.parametrize("declared", ["constructor", "parameter", "splits", "whole"])
 def test_fused_qkv_equals_the_reference_part_by_part(declared):
     param = parameter(48, 20)
     param.is_qkv = True
@@ -153,10 +155,13 @@ def test_fused_qkv_equals_the_reference_part_by_part(declared):
         param.qkv_split_shapes, options["qkv_split_shapes"] = QKV, [1, 1, 1]
     if declared == "splits":
         options = {"splits": {param: qkv((48, 20), QKV)}}
+    if declared == "whole":
+        param.eopt_split = "whole"
     start, grad = matrix(param), matrix(param.grad)
     TensorParallelMuon([param], 0.1, 0.9, weight_decay=0.1, **options, **EXACT).step()
     groups = np.arange(48).reshape(-1, 16)
     parts = [part.ravel() for part in np.split(groups, [8, 12], axis=1)]
+    parts = [np.arange(48)] if declared == "whole" else parts
     want, _ = muon_step(start, grad, 0 * grad, lr=0.1, momentum=0.9, weight_decay=0.1, parts=parts)
     assert relative(param, want, start) < 1e-5
 
@@ -193,6 +198,9 @@ def test_hooks_that_torch_puts_around_the_first_instances_step_change_no_class()
         cls.step = torch.optim.Optimizer.profile_hook_step(step)
         cls.step.hooked = True
         assert cls.steps_in_pieces() == in_pieces
+        told = pytest.raises(ConfigurationError, match="has a step of its own")
+        with nullcontext() if in_pieces else told:
+            refuse_own_step(cls([parameter(4, 6)]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

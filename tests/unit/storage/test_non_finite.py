@@ -105,6 +105,11 @@ def test_a_fragment_of_one_data_parallel_rank(fields, name):
     check_refused(results, name)
 
 
+def test_finite_gradients_whose_norm_is_not():
+    results = run_ranks(1, refused, Run(), "weight", [0], (1.5e19,))
+    check_refused(results, "all gradients", "norm")
+
+
 CUTS = {
     # parallel, model, local name, poisoned ranks, global name
     "one tensor-parallel rank": ({"tp": 2}, DENSE, SECOND, [1], SECOND),

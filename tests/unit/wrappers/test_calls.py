@@ -9,11 +9,12 @@ import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 
-from megatron_eopt import checkpoints, get_megatron_optimizer
+from megatron_eopt import ConfigurationTypeError, checkpoints, get_megatron_optimizer
 from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.muon import get_megatron_muon_optimizer
 from megatron_eopt.testing.scene import forget_megatron
+from megatron_eopt.wrappers.config import as_muon
 from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
@@ -68,6 +69,16 @@ def _through_the_old_entry_point() -> None:
         optimizer = get_megatron_muon_optimizer(muon_config(optimizer="adam"), [chunk])
     assert optimizer.chained_optimizers[0].update_rules[0].name == "TensorParallelMuon"
     learns(chunk, optimizer)
+
+
+def test_the_old_entry_point_changes_a_copy():
+    for given, layer_wise, used in (("sgd", False, "muon"), ("adaptive_muon", True, None)):
+        config = muon_config(optimizer=given)
+        made = as_muon(config, layer_wise=layer_wise)
+        assert (made.optimizer, config.optimizer) == (used or given, given)
+        assert made.use_layer_wise_distributed_optimizer == layer_wise
+    with pytest.raises(ConfigurationTypeError, match="must be an OptimizerConfig"):
+        get_megatron_muon_optimizer(None, [torch.nn.Linear(2, 2)])
 
 
 @on_ranks(1)

@@ -45,7 +45,11 @@ KINDS = [
 TO_ADAM = {"overrides": {"*output_layer*": "adam"}, "parallel": {"pp": 2}}
 LAST = replace(plain("lion", {**SMALL, "layers": 2}), **TO_ADAM)
 # each tensor-parallel rank has state of its own, which is not cut like the weights
-SLABS = [replace(plain(name), parallel={"tp": 2}) for name in ("soap", "psgd_pro")]
+BLOCKWISE = {"adaptive_muon_moment2_method": "normuon", "muon_tp_mode": "blockwise"}
+SLABS = [
+    replace(case, parallel={"tp": 2})
+    for case in (plain("soap"), plain("psgd_pro"), plain("adaptive_muon", **BLOCKWISE))
+]
 
 
 @pytest.mark.parametrize(
