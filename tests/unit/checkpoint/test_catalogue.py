@@ -19,7 +19,20 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.checkpoint.catalogue import Catalogue, Saved, by_key, read_catalogue
 from megatron_eopt.checkpoint.saved_state import StateValue
+from megatron_eopt.guard import contents
 from megatron_eopt.state.groups import BY_PARAMETER
+
+
+@pytest.mark.parametrize("content", [[1], Metadata({}, storage_data=None)])
+def test_files_with_something_else_are_refused(tmp_path, content):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
+    with pytest.raises(CheckpointError, match="is no metadata of torch"):
+        contents.read_metadata(tmp_path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        contents.read_rank_file(tmp_path / "rank.pt")
+    torch.save([1], tmp_path / "rank.pt")
+    with pytest.raises(CheckpointError, match="contains a list, not a state dict"):
+        contents.read_rank_file(tmp_path / "rank.pt")
 
 
 @pytest.mark.parametrize(

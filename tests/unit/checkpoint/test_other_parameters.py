@@ -397,6 +397,14 @@ def test_a_meaning_is_known_if_torch_has_merged_groups():
         assert not any(value.any() for value in state_by_name(reader).values())
 
 
+def test_a_state_dict_without_names_fits_the_same_parameters_alone():
+    saved = marked(built(("a", "b")))
+    del saved["param_names"]
+    built(("a", "b")).load_state_dict(copy.deepcopy(saved))
+    with pytest.raises(ConfigurationError, match="was saved of other parameters"):
+        built(("b", "a")).load_state_dict(saved)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

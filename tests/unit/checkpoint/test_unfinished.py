@@ -384,3 +384,20 @@ def test_a_tracker_names_an_iteration(tmp_path, text):
         tracker.write_text(f"{right}\n")
         assert read_tracker(tracker) == right
         assert folder_name(right) == name
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "kind"),
+    [
+        (ValueError(), OSError(errno.ENOSPC, "full"), CheckpointError),
+        (ValueError("x"), None, ValueError),
+        (CheckpointException("x", {}), OSError(errno.EIO, "broken"), RuntimeError),
+    ],
+)
+def test_a_full_disk_is_named_whatever_error_hides_it(tmp_path, error, cause, kind):
+    def fail() -> None:
+        raise error from cause
+
+    words = "no space left.*What the folder had before is unchanged" if error.args == () else "x"
+    with pytest.raises(kind, match=words):
+        saves.naming_full_disk(tmp_path / "run", fail)

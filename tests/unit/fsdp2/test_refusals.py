@@ -22,7 +22,7 @@ from megatron_eopt.storage import uneven
 from tests.harness.each_rank import on_ranks
 from tests.harness.log import listening
 from tests.harness.megatron import initialize_megatron
-from tests.unit.fsdp2.models import config, cut, eager, make_model
+from tests.unit.fsdp2.models import config, cut, eager, make_model, stepped
 
 REFUSED = [
     # fields of the configuration, arguments, where the model is, and what is said
@@ -183,3 +183,10 @@ def test_state_that_checkpoints_cannot_hold_is_named():
     values = [torch.zeros(2), torch.zeros(2).double(), torch.zeros(()).double(), 1.5, True, "text"]
     problems = [_describe(0, "kept", 0, value).problem for value in values]
     assert problems == ["", "torch.float64", "", "", "", "str"]
+    model = make_model()
+    optimizer = build_optimizer(model, config("soap"))
+    stepped(model, optimizer, 0)
+    rule = next(item.rule for item in optimizer.assigned if item.rule.name == "SOAP")
+    next(iter(rule.owned_state.values()))["kept"] = "text"
+    with pytest.raises(ConfigurationError, match=r"state 'gate/kept'.*='str': only float32"):
+        optimizer.state_dict()

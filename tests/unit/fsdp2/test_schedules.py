@@ -1,10 +1,12 @@
 """A schedule keeps rates apart that the configuration sets apart, or a warning says so."""
 
 import pytest
+import torch
 from torch.optim import lr_scheduler, swa_utils
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
+from megatron_eopt.optimizers.rates import RatesApart
 from tests.harness.log import listening
 from tests.unit.fsdp2.models import config, make_model, stepped
 
@@ -105,3 +107,11 @@ def test_a_rate_that_is_missing_is_said_at_the_build():
         build_optimizer(make_model(), config(lr=None))
     # groups with rates of their own need none
     build_optimizer(make_model(), config(lr=None), {ParamKey(name="*"): {"lr": 0.1}})
+
+
+def test_rates_that_are_tensors_are_not_read():
+    low, high, tensor = {"lr": 0.1}, {"lr": 0.2}, {"lr": torch.tensor(0.1)}
+    with listening() as lines:
+        RatesApart([low, tensor]).warn([low, low])
+        RatesApart([low, high]).warn([tensor, tensor])
+    assert not lines

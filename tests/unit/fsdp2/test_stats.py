@@ -52,6 +52,15 @@ def test_nothing_is_sent_or_orthogonalized_without_gradients():
     assert not [name for name in optimizer.stats() if "exchange" in name or "seconds" in name]
 
 
+@eager
+def test_without_a_rate_there_is_no_update_to_measure():
+    model = make_model()
+    optimizer = build_optimizer(model, config("soap", lr=0.0, log_optimizer_stats=True))
+    stepped(model, optimizer, 0)
+    assert optimizer.stats()["SOAP/learning-rate"] == 0.0
+    assert not [name for name in optimizer.stats() if "update-rms" in name]
+
+
 @on_ranks(2, cpu=False)
 def test_a_copy_counts_by_its_share():
     shard = SimpleNamespace(main=torch.zeros(1))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import Layout, Matrix, Redistribution, assign_owners, plan_waves
+from megatron_eopt.layouts.boxes import Boxes
 from megatron_eopt.layouts.redistribution import _check_agreement
 from megatron_eopt.math import standard_flops
 from tests.harness.collectives import counted
@@ -107,6 +108,17 @@ def test_whole_matrices_arrive_and_updates_return(ranks):
                 held = [tensor.data_ptr() for tensor in engine.buffers.values()]
         after = [tensor.data_ptr() for tensor in engine.buffers.values()]
         assert after == held, "buffers live over steps"
+
+
+@on_ranks(1)
+def test_a_rank_without_matrices_computes_and_sends_nothing():
+    Redistribution([], [], dist.group.WORLD).run(dict, pytest.fail, pytest.fail)
+
+
+def test_rows_of_several_widths_are_no_matrix_to_compute_in_place():
+    boxes = Boxes.make(rank=0, corner=([0, 2], [0, 1]), size=(2, [4, 3]), offset=[0, 8], stride=4)
+    with pytest.raises(ConfigurationError, match="same columns of all its rows"):
+        Layout((4, 4), boxes).compact()
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 
 from benchmarks.gpu_check.sections.reference import deviations
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.matrices import qkv
+from megatron_eopt.matrices import qkv, transposed, whole
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.exchange import ExchangeConfig
 from megatron_eopt.optimizers.muon import _NOT_CALLED, TensorParallelMuon
@@ -241,3 +241,11 @@ def test_one_step_through_megatron_equals_float64(ranks, dtype):
         assert len(errors) > 8
         for name, error in errors.items():
             assert error < TOLERANCES[dtype], name
+
+
+def test_a_weight_that_is_stored_transposed_alone():
+    plain, turned = parameter(12, 8), parameter(8, 12)
+    turned.eopt_split = transposed(whole((12, 8)))
+    grad, optimizer = plain.grad, TensorParallelMuon([plain, turned], **EXACT)
+    found, want = optimizer.orthogonalize(turned, grad.mT), optimizer.orthogonalize(plain, grad)
+    assert (found.mT - want).norm() < 1e-5 * want.norm()

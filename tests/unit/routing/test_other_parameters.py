@@ -87,6 +87,7 @@ class Vision(nn.Module):
         self.norm = nn.LayerNorm((2, 3, 8))
         self.patches = nn.Conv2d(3, 8, 2)
         self.scaled = parametrizations.weight_norm(nn.Conv1d(8, 8, 2))
+        self.scaled_whole = parametrizations.weight_norm(nn.Conv1d(8, 8, 2), dim=None)
         self.bilinear = nn.Bilinear(8, 6, 4)
         self.experts = nn.Module()
         self.experts.up_proj = nn.Parameter(torch.randn(2, 6, 8))
@@ -99,7 +100,8 @@ def test_only_weights_of_layers_and_tables_have_weight_decay():
     none, no_layer = ("adam", "0"), "not the weight of a layer"
     raw = ("latents", "query_tokens", "cls_token", "pos_embed", "grid")
     assert {name: table.pop(name) for name in raw} == {name: [*none, no_layer] for name in raw}
-    assert table["logit_scale"] == [*none, "0-D"]
+    whole = "scaled_whole.parametrizations.weight.original0"
+    assert table["logit_scale"] == table[whole] == [*none, "0-D"]
     assert table["in_proj_bias"] == [*none, "bias"]
     assert table["norm.weight"] == [*none, "weight of a norm"]
     scaled = "scaled.parametrizations.weight.original"
@@ -110,6 +112,8 @@ def test_only_weights_of_layers_and_tables_have_weight_decay():
     table, _ = built(Vision(), config_overrides={ParamKey(name="pos_embed"): {"wd_mult": 1.0}})
     assert table["pos_embed"][:2] == ["adam", "0.1"]
     assert table["cls_token"][:2] == ["adam", "0"]
+    table, _ = built(Vision(), config=config(print_optimizer_routing=True, muon_convolutions=True))
+    assert table[whole] == [*none, "0-D"]
 
 
 class Head(nn.Module):

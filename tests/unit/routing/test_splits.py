@@ -162,12 +162,13 @@ class Ported(nn.Module):
 
 
 def test_what_looks_fused_and_is_unknown_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.ModuleDict({"a": Ported(), "b": Ported()})
+    model = nn.ModuleDict({"a": Ported(), "b": Ported(), "c": nn.Linear(4, 4)})
+    model["c"].weight.partition_sizes = [2, 2]  # type: ignore[assignment]
     with caplog.at_level(logging.WARNING):
         assert find_splits(places_in([model]), which=ALL) == {}
     (record,) = caplog.records
     message = record.getMessage()
-    for name in ("a.qkv_proj.weight", "b.qkv_proj.weight", "eopt_split"):
+    for name in ("a.qkv_proj.weight", "b.qkv_proj.weight", "c.weight", "eopt_split"):
         assert name in message
     assert "o_proj" not in message
     assert "conv1d" not in message

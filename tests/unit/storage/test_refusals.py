@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.extending import LayerWiseDistributedOptimizer
+from megatron_eopt.wrappers.zero1.buffers import check_model_chunks
 from tests.harness.each_rank import on_ranks
 from tests.unit.storage import runs
 from tests.unit.storage.full_state import Case, build, unwrapped
@@ -40,6 +41,14 @@ def test_what_would_train_something_else_is_refused_when_built():
     refused("exactly one parameter group, but is in 2", muon, adam, runs.adam_over(others, config))
     chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = True
     refused("reuse_grad_buf_for_mxfp8_param_ag", muon, adam)
+
+
+def test_a_model_without_megatrons_wrapper_is_named():
+    model = torch.nn.Linear(2, 2)
+    for _ in range(2):
+        with pytest.raises(ConfigurationTypeError, match=r"must be wrapped in megatron\.core"):
+            check_model_chunks([model], reuses=None)
+        model.ddp_config = None
 
 
 @on_ranks(1)

@@ -17,6 +17,7 @@ from megatron_eopt.config.registry import entries, optimizer_names
 from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.optimizers.element_wise import AdamW
 from megatron_eopt.routing.routes import read_overrides
+from megatron_eopt.wrappers.factory import as_megatron_cores
 from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import tiny_gpt, wrap_ddp, wrap_fsdp2
@@ -299,3 +300,8 @@ def test_every_optimizer_steps_after_torchs_newer_precision_setting(storage):
         run_ranks(ranks, by, storage, wanted, **how) for by in (trained, trained_with_tf32)
     )
     torch.testing.assert_close(found, expected)  # a CPU has no tf32
+
+
+def test_megatron_cores_own_keys_are_passed_on():
+    key = ParamKey(name="*.bias")
+    assert [*as_megatron_cores({key: {}})] == [key]

@@ -8,6 +8,8 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import param_is_not_shared
 from megatron.core.transformer import TransformerConfig
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.contrib.declared_boxes import build_sharded
@@ -146,6 +148,19 @@ def test_a_part_is_not_taken_for_a_whole_parameter():
 
     for way in (build, lambda config, model: build_optimizer(model, config)):
         refused(lambda rank: ((4 * rank, 0), (8, 6)), way, "is only a part of the parameter")
+
+
+@on_ranks(1)
+def test_a_dtensor_is_not_taken_for_a_whole_parameter():
+    initialize_megatron()
+    model = nn.ModuleDict({"layer": nn.Linear(4, 8)})
+    model.config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+    chunk = wrap_ddp(model, use_distributed_optimizer=False)
+    mesh = init_device_mesh("cpu", (1,))
+    model["layer"].weight = nn.Parameter(distribute_tensor(model["layer"].weight.detach(), mesh))
+    config = EmergingOptimizerConfig(optimizer="muon", use_distributed_optimizer=False)
+    with pytest.raises(ConfigurationError, match=r"layer\.weight=.*is a DTensor"):
+        get_megatron_optimizer(config, [chunk])
 
 
 @pytest.mark.parametrize(

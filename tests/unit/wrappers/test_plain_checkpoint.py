@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 
 from megatron_eopt import checkpoints
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.checkpoint.local_state import MAIN_NAMES, MAINS_KEY
 from megatron_eopt.config.registry import optimizer_names
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import RankError, run_ranks
@@ -199,6 +200,27 @@ def test_state_that_does_not_fit_is_refused():
     for case, state, words in wrong:
         with pytest.raises(ConfigurationError, match=words):
             build(case)[1].load_state_dict(state)
+
+
+@on_ranks(1)
+def test_main_weights_that_nobody_names_are_those_of_16_bit_parameters():
+    """As in megatron-core's own files."""
+    case = replace(plain("muon", BF16), float32="norm")
+    chunk, optimizer = build(case)
+    steps(case, chunk, optimizer, 0, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for part in saved:
+        del part[MAIN_NAMES]
+    other, resumed = build(case)
+    full_state.unwrapped(other).load_state_dict(full_state.unwrapped(chunk).state_dict())
+    resumed.load_state_dict(copy.deepcopy(saved))
+    whole = full_state.full_state(case, chunk, optimizer)
+    assert not differences(whole, full_state.full_state(case, other, resumed))
+    *mains, last = saved[0][MAINS_KEY][0]
+    for wrong, words in (([], "does not name them"), ([last[1:]], "of shape")):
+        saved[0][MAINS_KEY][0] = [*mains, *wrong]
+        with pytest.raises(ConfigurationError, match=f"main weights .*{words}"):
+            resumed.load_state_dict(saved)
 
 
 @on_ranks(1)
