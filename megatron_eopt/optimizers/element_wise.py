@@ -134,8 +134,8 @@ class ElementWiseRule(UpdateRule):
     def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
         """Set the step counters where the optimizer keeps them: in states or in groups."""
         for group in groups:
-            group.pop(STEP, None)
-            if type(self._optimizer).__module__.startswith(_COUNT_IN_GROUPS):
+            # fused classes have none before their first step
+            if STEP in group or type(self._optimizer).__module__.startswith(_COUNT_IN_GROUPS):
                 group[STEP] = steps
             for param in group["params"]:
                 set_step(state[param], steps)

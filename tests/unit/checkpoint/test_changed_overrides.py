@@ -91,6 +91,8 @@ def test_settings_go_with_what_overrides_say_now(form):
 
 def test_without_the_rate_that_a_schedule_began_with_the_present_rate_stays():
     group = {"group_id": "adam/0/max_lr", "lr": 0.1, "max_lr": 0.1}
+    take_settings(group, {"lr": 0.01, "max_lr": 0.0, "eps": 0.25})
+    assert (group["lr"], group["eps"]) == (0.1, 0.25)
     take_settings(group, {"lr": 0.01, "eps": 0.5})
     assert (group["lr"], group["eps"]) == (0.1, 0.5)
 

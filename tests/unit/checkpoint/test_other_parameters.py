@@ -397,6 +397,19 @@ def test_a_meaning_is_known_if_torch_has_merged_groups():
         assert not any(value.any() for value in state_by_name(reader).values())
 
 
+def test_names_may_look_like_numbers():
+    """As those of a list, here in torch's form, which has them in place of numbers."""
+    (first, wrote), (second, read) = (listed() for _ in range(2))
+    marked(wrote)
+    dicts.set_optimizer_state_dict(second, read, dicts.get_optimizer_state_dict(first, wrote))
+    assert marks(read) == marks(wrote)
+
+
+def listed() -> tuple[nn.Module, Any]:
+    model = nn.ParameterList([torch.ones(3), torch.ones(3)])
+    return model, build_optimizer(model, EmergingOptimizerConfig(optimizer="lion", lr=0.1))
+
+
 def test_a_state_dict_without_names_fits_the_same_parameters_alone():
     saved = marked(built(("a", "b")))
     del saved["param_names"]

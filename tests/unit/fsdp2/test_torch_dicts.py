@@ -126,6 +126,9 @@ def test_groups_of_another_optimizer_are_named() -> None:
     saved, own = (ours(Model(), name).param_groups for name in ("soap", "muon"))
     with pytest.raises(ConfigurationError, match=r"it lacks .*muon.* and has .*soap"):
         match_all(saved, own)
+    core = [{"wd_mult": 1.0, "lr_mult": 2.0, "optimizer": "soap"}]
+    with pytest.raises(ConfigurationError, match=r"wd_mult=1\.0, optimizer=soap, lr_mult=2"):
+        match_all(core, own)
 
 
 def row_about(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, get_megatron_optimizer
 from megatron_eopt.testing.scene import forget_megatron
+from megatron_eopt.wrappers.chain import OptimizerChain
 from tests.harness import run_ranks
 from tests.unit.megatron_fsdp.runs import make_chunk, make_optimizer
 from tests.unit.storage.runs import DENSE, Run
@@ -39,6 +40,12 @@ def refused() -> list[str]:
     chunks = [make_chunk(SMALL), make_chunk(SMALL)]
     with pytest.raises(ConfigurationError, match="model_chunks=2: must be one"):
         get_megatron_optimizer(EmergingOptimizerConfig(use_distributed_optimizer=True), chunks)
+    with pytest.raises(ConfigurationError, match="state_dict='NoneType': must be a mapping"):
+        make_optimizer(SMALL, chunks[0]).load_state_dict(None)
+    forget_megatron()
+    # a mode of Adam that megatron-core has alone
+    adam = replace(SMALL, config={"optimizer": "adam", "fp16": True})
+    assert not isinstance(make_optimizer(adam, make_chunk(adam)), OptimizerChain)
     return found
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from megatron_eopt import EmergingOptimizerConfig
+from megatron_eopt import ConfigurationError, EmergingOptimizerConfig
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.fsdp2 import ParamKey, build_optimizer
 from megatron_eopt.routing.model import format_routing, route_model
@@ -271,3 +271,8 @@ def test_what_another_optimizer_updates_is_not_said_to_be_lost(caplog):
     texts = [r.getMessage() for r in caplog.records if "frozen when" in r.getMessage()]
     assert texts
     assert all(text.startswith("tiny.weight:") for text in texts)
+
+
+def test_where_no_layer_may_be_the_output_none_is_proposed():
+    with pytest.raises(ConfigurationError, match=r"gives it\.$"):
+        built(nn.Embedding(8, 8), output_layers=["head"])

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
@@ -14,7 +15,7 @@ from megatron_eopt.config.settings import resolve
 from megatron_eopt.matrices import gated
 from megatron_eopt.routing.model import route_model
 from megatron_eopt.routing.places import places_in
-from megatron_eopt.routing.splits import find_splits
+from megatron_eopt.routing.splits import find_splits, tensor_parallel_cut
 from tests.harness.each_rank import on_ranks
 from tests.unit.routing import modules
 
@@ -216,3 +217,10 @@ def test_what_packed_tensor_parallelism_cuts_is_not_split() -> None:
     weight.eopt_split = gated((12, 4))
     with pytest.raises(ConfigurationError, match="packed tensor parallelism"):
         table(model)
+
+
+def test_a_cut_weight_without_a_known_group_is_named() -> None:
+    weight: Any = nn.Parameter(torch.zeros(4, 4))
+    weight.tensor_model_parallel, weight.partition_dim = True, 0
+    with pytest.raises(ConfigurationError, match="its tensor-parallel group is unknown"):
+        tensor_parallel_cut(weight)

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_eopt import EmergingOptimizerEntry
+from megatron_eopt.config.registry import registered
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
@@ -165,3 +168,32 @@ def test_an_optimizer_that_one_pipeline_stage_has_counts_on(tmp_path, case):
     for counts in run_ranks(2, counts_after, first, case, case, tmp_path):
         assert counts == {name: 2 if name == LAST else 10 for name in counts}
         assert set(counts.values()) == {2, 10}
+
+
+class Averaging(torch.optim.Optimizer):
+    """Counts in its groups, keeps a number beside a tensor, and assigns weights."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["step"] += 1
+            for param in group["params"]:
+                state = self.state[param]
+                state["size"] = float(param.grad.abs().sum()) + state.get("size", 0.0)
+                state["sum"] = state.get("sum", 0.0) + param.grad
+                scale = group["lr"] / group["step"] / (1 + state["size"])
+                param.data = param - scale * state["sum"]
+
+
+@pytest.mark.parametrize("wrap", [replace, plain])
+@on_ranks(1)
+def test_counts_of_groups_and_numbers_of_a_users_own_optimizer(tmp_path, wrap):
+    entry = EmergingOptimizerEntry(Averaging, lambda *_: None)
+    with registered("averaging", entry):
+        case = wrap(Case("averaging", DENSE))
+        whole, resumed = full_state.interrupted([case], str(tmp_path))
+    assert not differences(whole[0], resumed[0])
+    assert whole[0] != {}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.extending import LayerWiseDistributedOptimizer
@@ -39,6 +40,8 @@ def test_what_would_train_something_else_is_refused_when_built():
         object.__setattr__(config, mode, False)
     refused("exactly one parameter group, but is in 0", muon)
     refused("exactly one parameter group, but is in 2", muon, adam, runs.adam_over(others, config))
+    with pytest.raises(ConfigurationTypeError, match="Pass the torch optimizer inside it"):
+        LayerWiseDistributedOptimizer([FP32Optimizer(muon, config, None)], config)
     chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = True
     refused("reuse_grad_buf_for_mxfp8_param_ag", muon, adam)
 

@@ -64,7 +64,9 @@ def test_fsdp2s_copies_stay_equal(layout):
 
 
 class Drawing(torch.optim.Optimizer):
-    """Replaces every weight by random numbers; it counts nothing, as some classes do."""
+    """Replaces every weight by random numbers; some classes count their steps, and some do not."""
+
+    counts = False
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -73,9 +75,13 @@ class Drawing(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 param.data.copy_(torch.rand_like(param))
+                if self.counts:
+                    self.state[param]["step"] = self.state[param].get("step", 0) + 1
 
 
-def test_each_step_draws_other_numbers_also_after_a_resume(monkeypatch):
+@pytest.mark.parametrize("counts", [False, True])
+def test_each_step_draws_other_numbers_also_after_a_resume(monkeypatch, counts):
+    monkeypatch.setattr(Drawing, "counts", counts)
     entry = registry.EmergingOptimizerEntry(Drawing, lambda *_: None, draws=True)
     monkeypatch.setitem(registry._entries, "drawing", entry)
     sizes = ((30, 40), (40, 30), (35, 40))
@@ -97,6 +103,7 @@ def test_each_step_draws_other_numbers_also_after_a_resume(monkeypatch):
     optimizer, model = build()
     before = drawn(optimizer, model, 3)
     state = copy.deepcopy(optimizer.state_dict())
+    assert {int(values["step"]) for values in state["state"].values()} == {3}
     after = drawn(optimizer, model, 3)
     every = torch.stack([weight.flatten()[:1200] for step in before + after for weight in step])
     noise = torch.corrcoef(every)[~torch.eye(len(every), dtype=torch.bool)]
