@@ -10,6 +10,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.layouts import dtensor_layout
+from megatron_eopt.layouts.dtensor import block_layout
 from tests.harness.each_rank import on_ranks
 from tests.unit.layouts.strategies import check, store
 
@@ -66,3 +67,9 @@ def test_one_expert_of_many():
 def test_a_partial_tensor_is_refused():
     with pytest.raises(ConfigurationError, match=r"w=.*Partial.* must be Shard or Replicate"):
         dtensor_layout((4, 4), np.arange(2), [Partial()], name="w")
+
+
+def test_a_cut_kernel_of_a_convolution_is_refused():
+    low, high = np.array([[0, 0, 0], [0, 0, 2]]), np.array([[4, 2, 2], [4, 2, 3]])
+    with pytest.raises(ConfigurationError, match=r"w=\(4, 2, 3\): is a convolution whose kernel"):
+        block_layout((4, 2, 3), low, high, np.arange(2), np.ones(2, bool), cols=6, name="w")

@@ -1,5 +1,6 @@
 """The keyword contract between configuration fields and constructor arguments."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_eopt.config.fields import constructor_parameters, kwargs_from_conf
 from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.overrides import own_arguments
 
 SIZES = SimpleNamespace(num_attention_heads=8, num_query_groups=2, kv_channels=16)
 MODEL = SimpleNamespace(config=SIZES)
@@ -144,3 +146,17 @@ def test_an_error_names_the_fields_in_its_hint_or_the_override():
     config.muon_algorithm, config.muon_backend = "gram", "emerging_optimizers"
     with pytest.raises(ConfigurationError, match=r"muon_algorithm='auto' or muon_backend='torch'"):
         build_optimizer(nn.Linear(4, 4), config)
+
+
+class Plain(torch.optim.Optimizer):
+    """Says nothing of its types, and has a setting that only groups can change."""
+
+    def __init__(self, params, lr=0.1, power=2):
+        super().__init__(params, {"lr": lr, "kept": 1.0})
+
+
+def test_types_that_no_annotation_gives_are_those_of_the_values():
+    construct = partial(Plain, [torch.ones(2)])
+    assert own_arguments("plain", {"power": 3, "kept": 2.0}, construct) == {"power": 3}
+    with pytest.raises((ConfigurationError, TypeError), match="kept"):
+        own_arguments("plain", {"kept": "text"}, construct)

@@ -1,9 +1,15 @@
 """A dry step creates state, and leaves parameters, gradients and groups as they were."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_eopt import EmergingOptimizerConfig
 from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.config.settings import resolve
+from megatron_eopt.optimizers.scalar import build_scalar_optimizer
 from megatron_eopt.optimizers.update_rule import dry_step
 
 
@@ -45,3 +51,15 @@ def test_what_cannot_step_with_zero_gradients_is_told_so():
     with pytest.raises(ConfigurationError, match=r"failed with zero gradients: norm is 0"):
         dry_step(Failing([param], {"lr": None, "count": 0}))
     assert param.grad is None
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_on_fake_tensors_torch_works_as_on_a_gpu(name, plain):
+    settings = resolve(EmergingOptimizerConfig(optimizer=name, lr=0.1, fused_adam=False))
+    chosen = []
+    for mode in (nullcontext(), FakeTensorMode()):
+        with mode:
+            made = build_scalar_optimizer(name, settings, [torch.ones(2)], plain=plain)
+        chosen.append(made.defaults["foreach"])
+    assert chosen == [None, None if plain else True]

@@ -9,8 +9,18 @@ from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, SEPARATE_GRA
 from megatron_eopt.megatron_core.stored_weights import named_gradients
 from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.unit.storage.full_state import Case, build, steps
-from tests.unit.storage.runs import MOE, PLAIN, SHARDED, Run, inject, make_chunk, make_optimizer
+from tests.unit.storage.runs import (
+    DENSE,
+    MOE,
+    PLAIN,
+    SHARDED,
+    Run,
+    inject,
+    make_chunk,
+    make_optimizer,
+)
 
 STORAGES = {"sharded": SHARDED, "replicated": PLAIN}
 
@@ -106,3 +116,12 @@ def norm_of(storage: str, parallel: dict[str, int]) -> float:
 def test_the_norm_counts_every_expert_once(storage, parallel):
     (expected,) = run_ranks(1, norm_of, "replicated", {})
     assert run_ranks(2, norm_of, storage, parallel) == pytest.approx([expected] * 2, rel=1e-5)
+
+
+@on_ranks(1)
+def test_a_weight_that_stages_share_counts_on_one_of_them():
+    storage = build(Case("muon", DENSE))[1].chained_optimizers[0]
+    shard = storage.shards[0]
+    assert storage.share_of(shard) == 1.0
+    shard.param.shared = True  # as megatron-core marks it on the last stage
+    assert storage.share_of(shard) == 0.0

@@ -6,7 +6,9 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.extending import LayerWiseDistributedOptimizer
+from megatron_eopt.matrices import qkv, whole
 from megatron_eopt.wrappers.zero1.buffers import check_model_chunks
+from megatron_eopt.wrappers.zero1.fragments import _slab_of
 from tests.harness.each_rank import on_ranks
 from tests.unit.storage import runs
 from tests.unit.storage.full_state import Case, build, unwrapped
@@ -67,3 +69,11 @@ def test_what_is_no_state_of_fragments_is_refused():
     for method in (optimizer.save_parameter_state, optimizer.load_parameter_state):
         with refused:
             method("file")
+
+
+def test_slabs_that_cut_blocks_are_refused():
+    """A section of one matrix may be cut, where its rows can be divided."""
+    assert _slab_of(whole((8, 4)), 2, 0, "w").shape == (4, 4)
+    for split in (qkv((16, 4), [8, 4, 4]), whole((3, 4))):
+        with pytest.raises(ConfigurationError, match="needs whole blocks per rank, but w"):
+            _slab_of(split, 2, 0, "w")
