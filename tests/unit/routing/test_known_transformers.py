@@ -347,3 +347,36 @@ def test_they_step_alike_on_two_ranks(layout):
     for found in run_ranks(2, train, layout):
         # the order of sums in products
         assert far(found, alone)[0] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads"),
+    [
+        ({"head_dim": 4}, 2),
+        ({"num_heads": 4}, 4),
+        ({"num_heads": 0, "n_head": 2}, 2),
+        *((sizes, None) for sizes in ({"head_dim": 5}, {"num_heads": -1}, {"num_heads": 2.0}, {})),
+    ],
+)
+def test_heads_need_a_whole_number_that_divides_the_rows(sizes, heads):
+    model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("q_proj", "k_proj", "v_proj")})
+    vars(model).update(sizes)
+    splits = find_splits(places_in([model]), which=["per_head"]).values()
+    assert [split.parts[0].count for split in splits] == ([] if heads is None else [heads] * 3)
+
+
+LATENT = {"qk_nope_head_dim": 2, "qk_rope_head_dim": 1, "v_head_dim": 3, "kv_lora_rank": 4}
+LATENT["num_heads"] = 2
+
+
+@pytest.mark.parametrize("lacking", [None, *LATENT])
+def test_latent_attention_needs_all_of_its_sizes(lacking):
+    rows = {"q_proj": 6, "kv_b_proj": 10, "kv_a_proj_with_mqa": 5}
+    model = nn.ModuleDict({name: nn.Linear(4, its) for name, its in rows.items()})
+    vars(model).update({name: size for name, size in LATENT.items() if name != lacking})
+    splits = find_splits(places_in([model]), which=["mla"]).values()
+    assert [split.kind for split in splits] == ([] if lacking else ["mla"] * 3)
+
+
+def test_attention_over_other_inputs_has_no_fused_weight():
+    assert not find_splits(places_in([nn.MultiheadAttention(8, 2, kdim=4)]), which=["qkv"])

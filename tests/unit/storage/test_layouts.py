@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
-from tests.harness.models import assert_same
+from tests.harness.models import assert_same, copies_of
 from tests.harness.tiers import mostly_long
 from tests.unit.storage import runs
 from tests.unit.storage.runs import DENSE, INSTANCES, MOE, SHARED_EXPERTS, Result, Run, train
@@ -101,6 +103,22 @@ def test_a_callers_collection_serves_as_megatrons_own_groups():
     own = run_ranks(4, train, run)
     for a, b in zip(own, run_ranks(4, with_collection, run), strict=True):
         assert_same(b.tensors, a.tensors)
+
+
+@on_ranks(2)
+def test_what_is_frozen_behind_a_ddp_that_all_reduces_is_as_what_it_never_had():
+    results = []
+    for frozen in ("linear_fc1", None):
+        run = Run(ddp={"use_distributed_optimizer": False}, frozen=frozen)
+        chunk = runs.make_chunk(run)
+        for name, param in chunk.named_parameters():
+            param.requires_grad_("linear_fc1" not in name)
+        optimizer = runs.make_optimizer(run, chunk)
+        runs.inject(run, chunk, 0)
+        optimizer.step()
+        results.append(copies_of(chunk))
+        forget_megatron()
+    assert_same(*results)
 
 
 @pytest.mark.parametrize(
