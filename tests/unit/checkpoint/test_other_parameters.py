@@ -397,6 +397,13 @@ def test_a_meaning_is_known_if_torch_has_merged_groups():
         assert not any(value.any() for value in state_by_name(reader).values())
 
 
+def test_groups_without_settings_tell_no_optimizer():
+    saved = marked(built(("a", "b")))
+    saved["param_groups"] = [{"params": group["params"]} for group in saved["param_groups"]]
+    with pytest.raises(ConfigurationError, match="an optimizer that the checkpoint does not tell"):
+        built(("a", "b")).load_state_dict(saved)
+
+
 def test_names_may_look_like_numbers():
     """As those of a list, here in torch's form, which has them in place of numbers."""
     (first, wrote), (second, read) = (listed() for _ in range(2))

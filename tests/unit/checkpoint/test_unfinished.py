@@ -325,6 +325,10 @@ def test_an_asynchronous_save_replaces_the_folder_when_it_is_written(tmp_path, m
         iteration: int, content: int, non_persistent_ckpt: bool = False, release: bool = False
     ) -> str:
         place = Path(saving.written_to(str(folder)))
+        assert saving.written_to(str(tmp_path)) == str(tmp_path)
+        named = saving.with_a_copy_of_the_tracker(lambda path: f"{path}/{TRACKER}")
+        assert named(str(tmp_path)) == str(place.with_name(TRACKER))
+        assert named("/elsewhere") == f"/elsewhere/{TRACKER}"
         write(place, content)
         other = SimpleNamespace(finalize_fns=[])
         schedule(other)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as dicts
+from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.fsdp2 import ParamKey
@@ -166,6 +167,19 @@ def test_a_run_goes_on_from_every_form_of_state(name, form):
     saved = copy.deepcopy(dicts.get_optimizer_state_dict(model, optimizer, options=FORMS[form]))
     dicts.set_optimizer_state_dict(other, following, saved, options=FORMS[form])
     assert far(stepped(model, optimizer, 3, 4), stepped(other, following, 3, 4))[0] == 0
+
+
+@on_ranks(2, cpu=False)
+def test_state_that_is_placed_otherwise_is_cut_anew():
+    (model, optimizer), (other, following) = (train("fsdp", config("adam"), n) for n in (3, 1))
+    saved = optimizer.state_dict()
+    for values in saved["state"].values():
+        tensors = {key: value for key, value in values.items() if isinstance(value, DTensor)}
+        values |= {
+            key: value.redistribute(placements=[Replicate()]) for key, value in tensors.items()
+        }
+    following.load_state_dict(saved)
+    assert far(whole_state(model, optimizer), whole_state(other, following))[0] == 0
 
 
 def test_a_state_dict_with_gaps_is_refused():

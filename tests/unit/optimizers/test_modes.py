@@ -103,6 +103,11 @@ def test_a_slightly_uneven_cut_stays_and_a_very_uneven_one_is_evened_out():
     assert sorted(waves) == [(0, 2), (1,)]
 
 
+def test_copies_are_no_slabs():
+    (work,) = place_matrices([Layout.replicated((96, 32), range(2))], 2, "distributed", WAVE)[0]
+    assert work.compute.boxes.held(2).tolist() == [1536, 1536]
+
+
 def test_short_side_cuts_are_recut_to_the_long_side():
     (matrix,) = place_matrices([rows((32, 96), 4)], 4, "distributed", WAVE)[0]
     assert matrix.compute.local_shape(3) == (32, 24)

@@ -134,6 +134,7 @@ def test_a_hook_may_replace_the_state_dict():
     saved["state"][0]["momentum_buffer"].fill_(3.0)
     optimizer = build_optimizer(model, config)
     optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: {**state_dict, **saved})
+    optimizer.register_load_state_dict_pre_hook(lambda *_: None)
     optimizer.load_state_dict({"state": {}, "param_groups": []})
     (state,) = optimizer.state.values()
     assert (state["momentum_buffer"] == 3).all()
