@@ -191,6 +191,9 @@ def test_parameters_of_each_dtype_fill_buffers_of_their_own():
     # megatron-core lays out the last parameter first
     places = {last: ("in half", 0), first: ("in half", 128), other: ("in whole", 0)}
     assert _fit([[first, other, last]], buffers) == places
+    # a rank without the float32 parameter, sizes that fill the last bucket, and those that do not
+    assert _fit([[first, last]], buffers) is None
+    assert _starts([64], [64, 1]) is _starts([64, 64], [64]) is None
 
 
 # megatron-core's Muon also updates learned position embeddings

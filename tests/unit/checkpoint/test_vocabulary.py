@@ -67,6 +67,11 @@ def loaded(folder: Path, rows: int) -> tuple[list[list[float]], list[str]]:
     half = torch.zeros(rows // 2, 2)
     cut = 0, parallel_state.get_tensor_model_parallel_rank(), 2
     table = ShardedTensor.from_rank_offsets("table", half, cut, allow_shape_mismatch=True)
+    others = [ShardedTensor.from_rank_offsets(name, torch.zeros(4, 3)) for name in ("new", "wide")]
+    others[1].allow_shape_mismatch = others[0].allow_shape_mismatch = True
+    fixed = {"others": list(others)}
+    vocabulary.fill_new_rows(fixed, {"wide": (6, 2)})
+    assert fixed["others"] == others
     state = {"table": table}
     with listening() as texts:
         vocabulary.fill_new_rows(state, {"table": (6, 2), "other": (1,)})

@@ -5,9 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_eopt.extending import MuonRule
+from megatron_eopt.fsdp2 import build_optimizer
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.wrappers.config import OptimizerConfig
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.unit.fsdp2.models import MATRICES, STEPS, config, far, make_model, stepped, trained
 
 VARIANTS = {
@@ -103,3 +106,15 @@ def test_a_configuration_of_megatron_cores_class_works_too(unsharded):
     fields |= {"muon_scale_mode": "adamw_rms", "muon_nesterov": True}  # the defaults of ours
     plain = OptimizerConfig(optimizer="muon", muon_tp_mode="duplicated", **fields)
     assert far(trained("plain", plain), unsharded["muon"])[0] < 2e-6
+
+
+@on_ranks(4, cpu=False)
+def test_the_replica_with_the_rank_that_computes_a_matrix_sends_it():
+    optimizer, owners = build_optimizer(make_model("hsdp"), config()), set()
+    for rule in (item.rule for item in optimizer.assigned if isinstance(item.rule, MuonRule)):
+        layouts = [layout for shard in rule.shards for layout in shard.layouts]
+        for layout, work in zip(layouts, rule.exchange.placements, strict=True):
+            owner, boxes = int(work.compute.boxes.rank[0]), layout.boxes
+            owners.add(owner)
+            assert boxes.source[boxes.rank == owner].all()
+    assert len(owners) > 2

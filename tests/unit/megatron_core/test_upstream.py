@@ -17,12 +17,19 @@ def test_all_that_is_needed_is_there(name: str) -> None:
     assert upstream.require_upstream(name) is upstream.find_upstream(name)
 
 
-@pytest.mark.parametrize("module", ["megatron.core.optimizer", "megatron.gone"])
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [
+        ("megatron.core.optimizer", "megatron-core"),
+        ("megatron.gone", "megatron-core"),
+        ("emerging_optimizers", "emerging-optimizers"),
+    ],
+)
 def test_what_is_missing_is_named_with_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, module: str
+    monkeypatch: pytest.MonkeyPatch, module: str, package: str
 ) -> None:
     monkeypatch.setitem(upstream.MODULE_OF, "Thing", module)
-    message = rf"^megatron-core \S+ has no {module}\.Thing, .* install megatron-core 0"
+    message = rf"^{package} \S+ has no {module}\.Thing, .* install {package} 0"
     with pytest.raises(ImportError, match=message):
         upstream.require_upstream("Thing")
     assert upstream.find_upstream("Thing") is None
