@@ -349,6 +349,10 @@ def test_an_asynchronous_save_replaces_the_folder_when_it_is_written(tmp_path, m
     assert loaded(folder) == NEW
     assert (tmp_path / TRACKER).read_text() == "2"
     assert {path.name for path in tmp_path.iterdir()} == {folder.name, TRACKER}
+    # local checkpoints have a manager of their own
+    run_of(monkeypatch, tmp_path, non_persistent_ckpt_type="local")
+    assert save_checkpoint(3, OLDER, non_persistent_ckpt=True) == "saved"
+    assert loaded(folder) == OLDER
     request = SimpleNamespace(finalize_fns=[print])
     schedule(request)
     assert request.finalize_fns == [print]
@@ -388,6 +392,15 @@ def test_a_tracker_names_an_iteration(tmp_path, text):
         tracker.write_text(f"{right}\n")
         assert read_tracker(tracker) == right
         assert folder_name(right) == name
+
+
+def test_an_error_of_the_block_is_collected_only_if_asked_for():
+    error = ValueError("of the block")
+    with saves.collecting_errors(of_the_block=True) as errors:
+        raise error
+    with pytest.raises(ValueError, match="of the block"), saves.collecting_errors():
+        raise error
+    assert errors == [error]
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,17 @@ def test_what_is_no_state_of_fragments_is_refused():
 
 
 @on_ranks(1)
+def test_a_callers_functions_create_state():
+    run, called = Run(model=DENSE), []
+    chunk, config = make_chunk(run), runs.make_config(run)
+    adam = runs.adam_over([{"params": list(chunk.parameters())}], config)
+    functions = [lambda optimizer, _: called.append(optimizer)]
+    chain = LayerWiseDistributedOptimizer([adam], config, None, functions, [chunk])
+    chain.sharded_state_dict(chunk.sharded_state_dict(), is_loading=True)
+    assert set(called) == {adam}
+
+
+@on_ranks(1)
 def test_gradients_that_moved_or_lie_otherwise_are_read_where_they_are():
     storage = build(Case("muon", DENSE))[1].chained_optimizers[0]
     shard = next(its for its in storage.shards if its.param.dim() == 2)

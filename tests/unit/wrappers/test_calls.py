@@ -112,6 +112,11 @@ def test_frozen_models_step_are_saved_and_loaded(dtype, sharded, tmp_path):
         optimizer.load_state_dict(optimizer.state_dict())
     weights = chunk.sharded_state_dict()
     checkpoints.save(weights | {"optimizer": optimizer.sharded_state_dict(weights)}, tmp_path)
+    with pytest.raises(checkpoints.CheckpointError, match="does not exist"):
+        checkpoints.save(weights, tmp_path / "none")
+    metadata: dict[str, Any] = {}
+    optimizer.sharded_state_dict(weights, metadata=metadata)
+    assert metadata == {}
     state = {"optimizer": optimizer.sharded_state_dict(weights, is_loading=True)}
     optimizer.load_state_dict(checkpoints.load(weights | state, tmp_path)["optimizer"])
 
