@@ -17,7 +17,7 @@ from megatron.training import checkpointing
 
 from megatron_eopt.base.agreement import CheckpointError
 from megatron_eopt.base.errors import ConfigurationError
-from megatron_eopt.checkpoint import trainer
+from megatron_eopt.checkpoint import trainer, vocabulary
 from megatron_eopt.guard.contents import TRACKER, folder_name
 from megatron_eopt.megatron_core.stored_weights import StoredWeights
 from megatron_eopt.state.rule import LoadReport
@@ -298,21 +298,35 @@ def test_only_a_checkpoint_is_matched_with_our_optimizer(
     assert found == ([(OURS.chained_optimizers[0], {"state": 1}, ["weight"])] if matches else [])
 
 
+def test_storages_that_megatron_core_reads_by_itself_are_left_to_it(monkeypatch):
+    monkeypatch.setattr(trainer.MultiStorageClientFeature, "is_enabled", lambda: True)
+    with trainer._reading(Namespace()):
+        assert trainer._read.get() is None
+        trainer._check_read()
+    load = trainer._matching_torch_dist(lambda load_dir, rank0: load_dir)
+    assert load("msc://run", rank0=True) == "msc://run"
+    assert vocabulary._saved_args("msc://run", Namespace()) is None
+
+
 @pytest.mark.parametrize(
-    ("fields", "rate"),
+    ("fields", "rate", "saved"),
     [
-        (None, 0.3),
-        ({}, 0.3),
-        ({"use_checkpoint_opt_param_scheduler": False}, 0.3),
-        ({"use_checkpoint_opt_param_scheduler": True}, 0.2),
+        (None, 0.3, {"max_lr": 0.2}),
+        ({}, 0.3, {"max_lr": 0.2}),
+        ({"use_checkpoint_opt_param_scheduler": False}, 0.3, {"max_lr": 0.2}),
+        ({"use_checkpoint_opt_param_scheduler": True}, 0.2, {"max_lr": 0.2}),
+        # saved groups without rates, and none
+        ({"use_checkpoint_opt_param_scheduler": True}, 0.3, {"lr": 0.2}),
+        ({"use_checkpoint_opt_param_scheduler": True}, 0.3, None),
     ],
 )
-def test_only_a_scheduler_that_asks_for_them_gets_the_checkpoints_rates(fields, rate):
+def test_only_a_scheduler_that_asks_for_them_gets_the_checkpoints_rates(fields, rate, saved):
     steps: list[int] = []
     scheduler = None if fields is None else SimpleNamespace(step=steps.append, **fields)
     group = {"max_lr": 0.3, "params": []}
     storage = Stored()
-    storage.loaded_groups = storage.twins = [{"max_lr": 0.2}]
+    storage.twins = [saved if saved and "max_lr" in saved else None]
+    storage.loaded_groups = [saved] if saved else []
     chain = SimpleNamespace(chained_optimizers=[storage], param_groups=[group])
     with trainer._rates_kept(chain, scheduler):
         group["max_lr"] = 0.1  # the trainer's, which it writes into all groups
