@@ -146,3 +146,14 @@ def test_sizes_that_a_checkpoint_does_not_tell_are_not_compared():
     saved = Catalogue("torch_dist", {key: Saved(None, key, shape=(8, 2), cuts=(1, 1))})
     with pytest.raises(CheckpointError, match=r"over 1 ranks .* this run has 2 and 1"):
         _refuse_other_model({key: of_model}, saved)
+
+
+def test_a_model_that_does_not_save_all_of_a_parameter_is_refused():
+    weight = torch.ones(4, 2)
+    rows = ShardedTensor.from_rank_offsets("weight", weight[:2])
+    for state, words in (
+        ({}, "is not in the model's state"),
+        ({"w": rows}, "must be saved as views"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            parameter_spaces(state, [weight])

@@ -10,6 +10,7 @@ from megatron_eopt.matrices import (
     Section,
     Split,
     gated,
+    local_shape,
     matrix_columns,
     per_head,
     periodic,
@@ -95,6 +96,8 @@ def test_a_transposed_split_cuts_columns() -> None:
     split = transposed(qkv((8, 5), [2, 1, 1], head_dim=1))
     assert split.shape == (5, 8)
     assert split.parts == (Part("q", 4, (5, 1)), Part("k", 2, (5, 1)), Part("v", 2, (5, 1)))
+    # its rows are cut, not those of its matrices, as often as these are
+    assert local_shape(split, 5, 0) == (1, 8)
     assert matrix_columns(split)[:3] == [[(0, 1)], [(1, 1)], [(4, 1)]]
     assert matrix_columns(transposed(qkv((8, 5), [2, 1, 1])))[0] == [(0, 2), (4, 2)]
     assert transposed(split) == qkv((8, 5), [2, 1, 1], head_dim=1)

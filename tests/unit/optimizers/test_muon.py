@@ -166,6 +166,13 @@ def test_fused_qkv_equals_the_reference_part_by_part(declared):
     assert relative(param, want, start) < 1e-5
 
 
+def test_rows_of_a_fused_weight_must_be_given():
+    param = parameter(48, 20)
+    param.is_qkv = True
+    with pytest.raises(ConfigurationError, match=r"qkv_split_shapes=None: must give the layout"):
+        TensorParallelMuon([param], split_qkv=True, qkv_split_shapes=None).step()
+
+
 def test_experts_are_matrices_of_their_own():
     param = parameter(3, 8, 12)
     start, grad = matrix(param), matrix(param.grad)

@@ -164,6 +164,8 @@ class Ported(nn.Module):
 
 def test_what_looks_fused_and_is_unknown_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.ModuleDict({"a": Ported(), "b": Ported(), "c": nn.Linear(4, 4)})
+    # a recurrent layer without a weight of its state
+    model["d"] = nn.ParameterDict({"weight_ih_l0": torch.zeros(12, 4)})
     model["c"].weight.partition_sizes = [2, 2]  # type: ignore[assignment]
     with caplog.at_level(logging.WARNING):
         assert find_splits(places_in([model]), which=ALL) == {}
@@ -172,6 +174,7 @@ def test_what_looks_fused_and_is_unknown_is_named_once(caplog: pytest.LogCapture
     for name in ("a.qkv_proj.weight", "b.qkv_proj.weight", "c.weight", "eopt_split"):
         assert name in message
     assert "o_proj" not in message
+    assert "weight_ih" not in message
     assert "conv1d" not in message
 
 

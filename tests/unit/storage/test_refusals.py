@@ -7,7 +7,7 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.extending import LayerWiseDistributedOptimizer
 from megatron_eopt.matrices import qkv, whole
-from megatron_eopt.wrappers.zero1.buffers import check_model_chunks
+from megatron_eopt.wrappers.zero1.buffers import check_model_chunks, has_frozen
 from megatron_eopt.wrappers.zero1.fragments import _slab_of
 from tests.harness.each_rank import on_ranks
 from tests.unit.storage import runs
@@ -50,6 +50,7 @@ def test_what_would_train_something_else_is_refused_when_built():
 
 def test_a_model_without_megatrons_wrapper_is_named():
     model = torch.nn.Linear(2, 2)
+    assert not has_frozen(model)
     for _ in range(2):
         with pytest.raises(ConfigurationTypeError, match=r"must be wrapped in megatron\.core"):
             check_model_chunks([model], reuses=None)
