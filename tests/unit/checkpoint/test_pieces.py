@@ -12,13 +12,9 @@ from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_p
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_eopt import (
-    ConfigurationError,
-    EmergingOptimizerConfig,
-    checkpoints,
-    get_megatron_optimizer,
-)
+from megatron_eopt import EmergingOptimizerConfig, checkpoints, get_megatron_optimizer
 from megatron_eopt.base.agreement import CheckpointError
+from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.checkpoint.catalogue import Catalogue, Saved
 from megatron_eopt.checkpoint.matching import _refuse_other_model
 from megatron_eopt.checkpoint.parameter_space import parameter_spaces

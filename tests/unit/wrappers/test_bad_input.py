@@ -6,12 +6,8 @@ import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig, ParamKey
 
-from megatron_eopt import (
-    ConfigurationError,
-    ConfigurationTypeError,
-    EmergingOptimizerConfig,
-    get_megatron_optimizer,
-)
+from megatron_eopt import EmergingOptimizerConfig, get_megatron_optimizer
+from megatron_eopt.base.errors import ConfigurationError, ConfigurationTypeError
 from megatron_eopt.base.names import IN_RANK_FILES
 from megatron_eopt.config.checks import warn_of_unused
 from megatron_eopt.wrappers.replicated import check_half
