@@ -6,8 +6,10 @@ import os
 import sys
 import threading
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +19,6 @@ from torch.distributed.distributed_c10d import _world
 from megatron_eopt.base import agreement
 from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.base.quiet import report_errors_once
-from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 
 
@@ -39,42 +40,27 @@ def outcome(function: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def outcomes() -> list[str]:
-    rank = distributed.get_rank()
-    return [
-        outcome(function)
-        for function in (
-            lambda: agreement.raise_together(lambda: refuse_on(1)),
-            lambda: agreement.raise_together(lambda: refuse_on(1, 2)),
-            lambda: agreement.from_rank_0(lambda: refuse_on(0)),
-            lambda: agreement.raise_together(lambda: fail_on(1)),
-            lambda: agreement.from_rank_0(lambda: fail_on(0)),
-            lambda: agreement.from_rank_0(threading.Lock),
-            lambda: agreement.from_rank_0(lambda: f"of {rank}"),
-            lambda: agreement.gather_unique(["all", "all", rank]),
-            lambda: agreement.gather_unique([]),
-            lambda: agreement.gather_unique(["odd"] if rank % 2 else []),
-            lambda: agreement.raise_together(lambda: f"of {rank}") == f"of {rank}",
-        )
-    ]
+REFUSED = "ConfigurationError: argument={}: must be another. Give another."
 
 
+@on_ranks(3)
 def test_all_ranks_have_one_outcome():
-    first, *others = run_ranks(3, outcomes)
-    assert others == [first, first]
-    assert first == [
-        "ConfigurationError: argument=1: must be another. Give another.",
-        "ConfigurationError: argument=1: must be another. Give another.",
-        "ConfigurationError: argument=0: must be another. Give another.",
-        "RuntimeError: rank 1 failed: KeyError: 'oops'",
-        "RuntimeError: rank 0 failed: KeyError: 'oops'",
-        "RuntimeError: rank 0 failed: TypeError: cannot pickle '_thread.lock' object",
-        "of 0",
-        "['all', 0, 1, 2]",
-        "[]",
-        "['odd']",
-        "True",
-    ]
+    rank, failed = distributed.get_rank(), "RuntimeError: rank {} failed: {}"
+    pickled = "TypeError: cannot pickle '_thread.lock' object"
+    for function, what, expected in (
+        (agreement.raise_together, lambda: refuse_on(1), REFUSED.format(1)),
+        (agreement.raise_together, lambda: refuse_on(1, 2), REFUSED.format(1)),
+        (agreement.from_rank_0, lambda: refuse_on(0), REFUSED.format(0)),
+        (agreement.raise_together, lambda: fail_on(1), failed.format(1, "KeyError: 'oops'")),
+        (agreement.from_rank_0, lambda: fail_on(0), failed.format(0, "KeyError: 'oops'")),
+        (agreement.from_rank_0, threading.Lock, failed.format(0, pickled)),
+        (agreement.from_rank_0, lambda: f"of {rank}", "of 0"),
+        (agreement.gather_unique, ["all", "all", rank], "['all', 0, 1, 2]"),
+        (agreement.gather_unique, [], "[]"),
+        (agreement.gather_unique, ["odd"] if rank % 2 else [], "['odd']"),
+        (agreement.raise_together, lambda: f"of {rank}", f"of {rank}"),
+    ):
+        assert outcome(partial(function, what)) == expected
 
 
 class Peers:
@@ -90,54 +76,34 @@ class Peers:
         return [agreement.GroupRank(self.number, 0)]
 
 
-def on_each_rank() -> dict[str, Any]:
+@on_ranks(3)
+def test_what_each_rank_gets():
     rank, calls, thing = distributed.get_rank(), [], ["thing"]
     kept = agreement.from_rank_0(lambda: calls.append(rank) or thing)
+    assert calls == ([0] if rank == 0 else [])
+    assert (kept is thing) == (rank == 0)
     pair = None if rank == 1 else agreement.group_of_members((0, 2))
     own = agreement.group_of_members((rank,))
-    found = {
-        "called": calls,
-        "has the object itself": kept is thing,
-        "any": (agreement.any_rank(rank == 1), agreement.any_rank(False)),
-        "totals": agreement.totals([rank, 1]),
-        "in pairs": outcome(lambda: agreement.raise_together_in(pair, lambda: refuse_on(1, 2))),
-        "in groups of one": outcome(lambda: agreement.raise_together(lambda: fail_on(rank), own)),
-        "positions": agreement.group_ranks_in([None, pair, distributed.group.WORLD]),
-        "of other lengths": outcome(lambda: agreement.group_ranks_in([None] * (1 + rank))),
-    }
+    assert (agreement.any_rank(rank == 1), agreement.any_rank(False)) == (True, False)
+    assert agreement.totals([rank, 1]) == [3, 3]
+    in_pairs = outcome(lambda: agreement.raise_together_in(pair, lambda: refuse_on(1, 2)))
+    assert in_pairs == REFUSED.format(1 if rank == 1 else 2)
+    in_groups_of_one = outcome(lambda: agreement.raise_together(lambda: fail_on(rank), own))
+    assert in_groups_of_one == "KeyError: 'oops'"
+    positions = agreement.group_ranks_in([None, pair, distributed.group.WORLD])
+    assert positions == [
+        [agreement.GroupRank(*place) for place in places]
+        for places in ([(0, 0), (1, 0), (2, 0)], [(0, 0), (1, 0), (0, 1)], [(0, 0), (0, 1), (0, 2)])
+    ]
+    of_other_lengths = outcome(lambda: agreement.group_ranks_in([None] * (1 + rank)))
+    assert of_other_lengths == "ValueError: zip() argument 2 is longer than argument 1"
     if rank == 1:
         # no other rank calls these
         with agreement.answered_by(Peers(5)):
-            functions = (agreement.raise_together, agreement.from_rank_0)
-            found["calls"] = [function(lambda: rank) for function in functions]
-            found["lists"] = [
-                agreement.totals([rank]),
-                agreement.gather_unique([rank, rank]),
-                agreement.gather_objects(rank),
-            ]
-    return found
-
-
-def test_what_each_rank_gets():
-    results = run_ranks(3, on_each_rank)
-    refused = "ConfigurationError: argument={}: must be another. Give another."
-    singles = [agreement.GroupRank(0, 0), agreement.GroupRank(1, 0), agreement.GroupRank(2, 0)]
-    for rank, its in enumerate(results):
-        assert its == {
-            "called": [0] if rank == 0 else [],
-            "has the object itself": rank == 0,
-            "any": (True, False),
-            "totals": [3, 3],
-            "in pairs": refused.format(1 if rank == 1 else 2),
-            "in groups of one": "KeyError: 'oops'",
-            "positions": [
-                singles,
-                [agreement.GroupRank(0, 0), agreement.GroupRank(1, 0), agreement.GroupRank(0, 1)],
-                [agreement.GroupRank(0, 0), agreement.GroupRank(0, 1), agreement.GroupRank(0, 2)],
-            ],
-            "of other lengths": "ValueError: zip() argument 2 is longer than argument 1",
-            **({"calls": [1, 1], "lists": [[1], [1], [1, 5]]} if rank == 1 else {}),
-        }
+            for function in (agreement.raise_together, agreement.from_rank_0):
+                assert function(lambda: rank) == 1
+            assert agreement.totals([rank]) == agreement.gather_unique([rank, rank]) == [1]
+            assert agreement.gather_objects(rank) == [1, 5]
 
 
 def test_the_innermost_stand_ins_answer():
@@ -198,14 +164,11 @@ def test_members_number_their_groups_alike_and_join_late(monkeypatch, device, ba
     assert _world.group_count == before
 
 
-TEAMS = ((0, 1), (1, 2), (0, 1), (1, 2, 3))
-
-
 @on_ranks(4)
 def test_ranks_of_different_teams_make_groups_together_afterwards():
     """Check what each team's ranks add up to, and all ranks."""
     rank = distributed.get_rank()
-    for team in TEAMS:
+    for team in ((0, 1), (1, 2), (0, 1), (1, 2, 3)):
         if rank in team:
             value = torch.tensor(rank)
             distributed.all_reduce(value, group=agreement.group_of_members(team))
@@ -230,23 +193,6 @@ def _refuse() -> None:
     raise agreement.CheckpointError("a", 1, "b", "C")
 
 
-def _printed_by_the_hook(group: bool, raised: Any = agreement.raise_together) -> bool:
-    """Return whether a configuration error of all ranks, or of a group, would be printed."""
-    printed = io.StringIO()
-    original = sys.excepthook
-    try:
-        report_errors_once()
-        peers = distributed.new_group([0, 1]) if group else None
-        os.environ["RANK"] = str(distributed.get_rank())
-        with pytest.raises(ConfigurationError) as caught:
-            raised(_refuse, *([peers] if group else []))
-        with contextlib.redirect_stderr(printed):
-            sys.excepthook(caught.type, caught.value, caught.tb)
-    finally:
-        sys.excepthook = original
-    return bool(printed.getvalue())
-
-
 def test_a_configuration_error_is_one_sentence_unless_the_traceback_is_asked_for(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     report_errors_once()
@@ -265,7 +211,19 @@ def test_a_configuration_error_is_one_sentence_unless_the_traceback_is_asked_for
     assert all(text.startswith("Traceback") for text in texts[1:])
 
 
+@on_ranks(2)
 def test_rank_0_alone_prints_an_error_of_all_ranks():
-    for function in (agreement.raise_together, agreement.from_rank_0):
-        assert run_ranks(2, _printed_by_the_hook, False, function) == [True, False]
-    assert run_ranks(2, _printed_by_the_hook, True) == [True, True]
+    rank, groups = distributed.get_rank(), [distributed.new_group([0, 1])]
+    with patch.object(sys, "excepthook", sys.excepthook), patch.dict(os.environ, RANK=str(rank)):
+        report_errors_once()
+        for function, given, is_printed in (
+            (agreement.raise_together, [], rank == 0),
+            (agreement.from_rank_0, [], rank == 0),
+            (agreement.raise_together, groups, True),
+        ):
+            printed = io.StringIO()
+            with pytest.raises(ConfigurationError) as caught:
+                function(_refuse, *given)
+            with contextlib.redirect_stderr(printed):
+                sys.excepthook(caught.type, caught.value, caught.tb)
+            assert bool(printed.getvalue()) == is_printed
