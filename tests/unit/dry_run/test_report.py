@@ -32,6 +32,7 @@ CASES = {
     "adaptive muon": (2, Case("adaptive_muon", DENSE)),
     "soap": (2, Case("soap", DENSE)),
     "adam": (2, Case("adam", DENSE)),
+    "FSDP2": (2, FSDP2),
 }
 
 
@@ -79,48 +80,35 @@ def as_on_gpus() -> Iterator[None]:
 
 
 def real(case: Case) -> tuple[tuple[Any, ...], Any]:
-    chunk = make_chunk(case.run)
-    with as_on_gpus():
-        report = report_of(optimizer_over(case, [chunk]), lambda: inject(case.run, chunk, 0))
+    if case == FSDP2:
+        initialize_megatron()
+        with as_on_gpus():
+            report = report_of(*in_fsdp2(tiny_gpt(**FSDP2.model)))
+    else:
+        chunk = make_chunk(case.run)
+        with as_on_gpus():
+            report = report_of(optimizer_over(case, [chunk]), lambda: inject(case.run, chunk, 0))
     return figures(report), report.memory
 
 
-def real_fsdp2() -> tuple[tuple[Any, ...], Any]:
-    initialize_megatron()
-    with as_on_gpus():
-        report = report_of(*in_fsdp2(tiny_gpt(**FSDP2.model)))
-    return figures(report), report.memory
-
-
-def dry(rank: int, world_size: int, case: Case) -> tuple[tuple[Any, ...], Any, Any]:
-    with dry_world(rank, world_size):
-        report = report_of(*dry_optimizer(case))
-        return figures(report), report.memory, report.host_reads
-
-
-def each_dry(world_size: int, case: Case) -> list[Any]:
+def dry(world_size: int, case: Case) -> list[tuple[tuple[Any, ...], Any, Any]]:
     """Run every rank, one after another, in one process."""
-    return run_ranks(1, all_dry, world_size, case, cpu=False)[0]
-
-
-def all_dry(world_size: int, case: Case) -> list[Any]:
     dist.destroy_process_group()
-    return [dry(rank, world_size, case) for rank in range(world_size)]
+    found = []
+    for rank in range(world_size):
+        with dry_world(rank, world_size):
+            report = report_of(*dry_optimizer(case))
+            found.append((figures(report), report.memory, report.host_reads))
+    return found
 
 
 # of every kind of storage, layout and optimizer one; the others have no more to tell
-@pytest.mark.parametrize("name", mostly_long(CASES, "plain", "experts", "soap", "adam"))
+@pytest.mark.parametrize("name", mostly_long(CASES, "plain", "experts", "soap", "adam", "FSDP2"))
 def test_a_dry_run_is_counted_as_a_real_one(name):
     world_size, case = CASES[name]
-    case = replace(case, ddp=SHARDED | case.config)
-    compare(run_ranks(world_size, real, case), each_dry(world_size, case))
-
-
-def test_so_is_one_under_fsdp2():
-    compare(run_ranks(2, real_fsdp2), each_dry(2, FSDP2))
-
-
-def compare(real_ranks: list[Any], dry_ranks: list[Any]) -> None:
+    case = case if name == "FSDP2" else replace(case, ddp=SHARDED | case.config)
+    real_ranks = run_ranks(world_size, real, case)
+    dry_ranks = run_ranks(1, dry, world_size, case, cpu=False)[0]
     for (done, memory), (planned, expected, reads) in zip(real_ranks, dry_ranks, strict=True):
         assert planned == done
         for kind in ("weights", "gradients", "main_weights", "state", "buffers"):
