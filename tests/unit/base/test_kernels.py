@@ -19,34 +19,26 @@ from megatron_eopt.base import gpu, kernels, peers
 from megatron_eopt.base.agreement import answered_by
 from megatron_eopt.layouts import redistribution
 from megatron_eopt.layouts.redistribution import run_copies
-from megatron_eopt.math import norms, passes, products
+from megatron_eopt.math import passes, products
 from megatron_eopt.math.orthogonalize import orthogonalize
 from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.kernels import checked_kernels as checked_by_all
 from tests.harness.log import listening
-from tests.unit.math.test_kernel_checks import PRODUCTS, changed_text
+from tests.unit.math.test_kernel_checks import PRODUCTS, TABLES, changed_text
 from tests.unit.storage.full_state import Case, build, steps
 from tests.unit.storage.runs import SHARDED, weights
 
-FAMILIES = {
-    "megatron_eopt.math.triton_passes": passes.KERNELS,
-    "megatron_eopt.math.triton_products": products.KERNELS,
-    "megatron_eopt.math.triton_normalize": norms.KERNELS,
-    "megatron_eopt.layouts.block_copies": redistribution.KERNELS,
-}
+FAMILIES = {f"megatron_eopt.{module}": family for module, (family, _) in TABLES.items()}
 checked_kernels = partial(checked_by_all, cases=slice(1))
 """What checks find is the matter of ``math/test_kernel_checks.py``."""
 
+NO_RESOURCES = OutOfResources(300_000, 232_448, "shared memory")
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
 
 
 def orthogonal() -> torch.Tensor:
     return orthogonalize(X, precision="medium")
-
-
-def no_resources(*_: Any, **__: Any) -> None:
-    raise OutOfResources(300_000, 232_448, "shared memory")
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +54,7 @@ def test_a_launch_that_raises_leaves_its_family_to_torch_after_one_warning(modul
         launched = sys.modules[module]
         for name in launchers:
             if hasattr(launched, name):
-                setattr(launched, name, no_resources)
+                setattr(launched, name, mock.Mock(side_effect=NO_RESOURCES))
         for _ in range(3):
             runs = {name: family.runs(X) for name, family in FAMILIES.items()}
         found = orthogonal()
@@ -172,15 +164,22 @@ def test_a_check_that_hangs_fails_in_time_by_name(monkeypatch, caplog):
     assert "checking the GPU kernels for symmetric products" in line
 
 
-def products_alone(family: kernels.Family, *args: Any) -> bool:
-    return family is products.KERNELS and DIFFERS(family, *args)
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("breaks", "KernelError: a GPU kernel for symmetric products broke the GPU's context"),
+        ("hangs", "KernelError: a GPU kernel for symmetric products hangs"),
+        ("lacks memory", "OutOfMemoryError: CUDA out of memory"),
+    ],
+)
+@pytest.mark.parametrize("failing", [0, 1])
+@on_ranks(2)
+def test_all_ranks_stop_without_a_collective_if_one_rank_s_check_fails(failing, how, text):
+    differs = kernels.Family._differs
 
+    def products_alone(family: kernels.Family, *args: Any) -> bool:
+        return family is products.KERNELS and differs(family, *args)
 
-DIFFERS = kernels.Family._differs
-
-
-def end_of_check(failing: int, how: str) -> tuple[str, list[str]]:
-    """Return how the check ends on this rank, where one fails, and what is logged."""
     is_failing = torch.distributed.get_rank() == failing
     limit = 1.0 if is_failing and how == "hangs" else 60.0
     with (
@@ -198,23 +197,9 @@ def end_of_check(failing: int, how: str) -> tuple[str, list[str]]:
             sys.modules["megatron_eopt.math.triton_products"].launch = hangs  # type: ignore[attr-defined]
         with pytest.raises(RuntimeError) as failed:
             kernels.agree(wanted=True)
-    return f"{type(failed.value).__name__}: {failed.value}", lines
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("breaks", "KernelError: a GPU kernel for symmetric products broke the GPU's context"),
-        ("hangs", "KernelError: a GPU kernel for symmetric products hangs"),
-        ("lacks memory", "OutOfMemoryError: CUDA out of memory"),
-    ],
-)
-@pytest.mark.parametrize("failing", [0, 1])
-def test_all_ranks_stop_without_a_collective_if_one_rank_s_check_fails(failing, how, text):
-    ends = run_ranks(2, end_of_check, failing, how)
-    assert ends[failing][0].startswith(text)
-    assert ends[1 - failing][0].startswith(f"RuntimeError: rank {failing} failed: {text}")
-    assert not [line for _, lines in ends for line in lines if "do not work" in line]
+    end = f"{type(failed.value).__name__}: {failed.value}"
+    assert end.startswith(text if is_failing else f"RuntimeError: rank {failing} failed: {text}")
+    assert not [line for line in lines if "do not work" in line]
 
 
 @on_ranks(3)
@@ -236,8 +221,10 @@ def test_ranks_that_do_not_exist_are_not_waited_for():
             assert peers.succeed_together(lambda: 3, 0.1) == 3
 
 
-def told_after_a_failed_step(failing: int) -> tuple[list[str], list[str]]:
-    """Return what a rank logs where one rank's kernel fails in a step, and after another build."""
+@pytest.mark.parametrize("failing", [0, 1])
+@on_ranks(2)
+def test_ranks_say_whose_kernel_has_failed_in_a_step(failing):
+    is_failing = torch.distributed.get_rank() == failing
     with (
         checked_kernels(),
         mock.patch.object(gpu, "is_there", return_value=True),
@@ -247,32 +234,27 @@ def told_after_a_failed_step(failing: int) -> tuple[list[str], list[str]]:
     ):
         kernels.agree(wanted=True)
         lines.clear()
-        if torch.distributed.get_rank() == failing:
-            fails_first(OutOfResources(300_000, 232_448, "shared memory"))
+        if is_failing:
+            fails_first(NO_RESOURCES)
             with pytest.raises(kernels.KernelError, match=r"symmetric products") as failed:
                 orthogonal()
             assert isinstance(failed.value.__cause__, OutOfResources)
             time.sleep(0.5)
         deadline = time.monotonic() + 20
-        while torch.distributed.get_rank() != failing and not lines:
+        while not is_failing and not lines:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         told = [*lines]
         kernels.agree(wanted=True)
         lines.clear()
         time.sleep(0.5)
-        return told, lines
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_ranks_say_whose_kernel_has_failed_in_a_step(failing):
-    ranks = run_ranks(2, told_after_a_failed_step, failing)
-    assert ranks[failing] == ([], [])
-    ((line,), later) = ranks[1 - failing]
-    assert later == []
-    assert line.startswith(f"rank {failing} failed: KernelError: a GPU kernel for symmetric prod")
-    for text in ("shared memory", "MEGATRON_EOPT_KERNELS=0", "optimizer_kernels=False"):
-        assert text in line
+    assert lines == []  # after another build
+    assert len(told) == (not is_failing)
+    for line in told:
+        start = f"rank {failing} failed: KernelError: a GPU kernel for symmetric prod"
+        assert line.startswith(start)
+        for text in ("shared memory", "MEGATRON_EOPT_KERNELS=0", "optimizer_kernels=False"):
+            assert text in line
 
 
 @pytest.mark.parametrize("way", ["environment", "field"])
