@@ -236,7 +236,6 @@ def test_a_fault_in_a_kernel_a_table_or_a_launch_is_found(
     cases = slice(faults[name].first, None)
     with checked_kernels(changed_text(module, faults[name], tmp_path), cases):
         assert not family.runs(x)
-
         assert caplog.text.count(f"GPU kernels for {family.name} do not work") == 1
         assert kernels.SWITCH in caplog.text
 
@@ -245,7 +244,9 @@ def check_place(pointers, mask, given):
     """Check that what is read or written is in a tensor, not around it."""
     addresses = pointers.data[mask.data]
     for tensor in given:
-        (first, last), (begin, end) = map(span, (tensor, kernels.whole(tensor)))
+        (first, last), (begin, end) = (
+            (one.data_ptr(), one.data_ptr() + one.nbytes) for one in (tensor, kernels.whole(tensor))
+        )
         around = (begin <= addresses) & (addresses < end)
         assert not (around & ((addresses < first) | (addresses >= last))).any()
 
@@ -274,10 +275,6 @@ def writes_of(interpreter, given):
         return plain(builder, pointers, values, mask, *rest)
 
     return write
-
-
-def span(tensor):
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
 def divisible(handle, name, values):
@@ -317,13 +314,8 @@ def test_kernels_stay_within_and_say_what_is_true(module, monkeypatch):
 def test_no_kernel_leaves_the_fusion_of_sums_to_triton(module):
     """Its default differs between releases, and rounding with it."""
     tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
-    launches = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Subscript)
-        and {"num_warps"} & {keyword.arg for keyword in node.keywords}
-    ]
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    named = [{word.arg for word in c.keywords} for c in calls if isinstance(c.func, ast.Subscript)]
+    launches = [words for words in named if "num_warps" in words]
     assert launches
-    for launch in launches:
-        assert "enable_fp_fusion" in {keyword.arg for keyword in launch.keywords}
+    assert all("enable_fp_fusion" in words for words in launches)

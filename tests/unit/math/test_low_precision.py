@@ -3,25 +3,15 @@
 import pytest
 import torch
 
-from megatron_eopt.math.low_precision import (
-    BLOCK,
-    FORMATS,
-    NEAREST,
-    decoded,
-    encoded,
-    hashed,
-    magnitude_bits,
-    noise_of,
-    rounded,
-    scales_for,
-)
+from megatron_eopt.math import low_precision
+from megatron_eopt.math.low_precision import BLOCK, FORMATS, NEAREST, hashed
 
 SPACING = {"bf16": 2.0**-7, "fp8": 2.0**-3, "int8": None}
 """Between neighbours, of the power of two below them."""
 
 
 def noise(count: int, key: int = 1) -> torch.Tensor:
-    return noise_of(torch.tensor(hashed(key)), torch.arange(count))
+    return low_precision.noise_of(torch.tensor(hashed(key)), torch.arange(count))
 
 
 def blocks(count: int, seed: int = 0) -> torch.Tensor:
@@ -38,11 +28,11 @@ def kept(values: torch.Tensor, name: str, bits: torch.Tensor | int) -> torch.Ten
     """Return blocks as they are after they have been kept."""
     numbers, scales = FORMATS[name], None
     if numbers.largest is not None:
-        largest = magnitude_bits(values).amax(dim=1, keepdim=True)
-        scales = scales_for(largest, numbers).expand(values.shape)
-    codes = encoded(values, numbers, bits, scales)
+        largest = low_precision.magnitude_bits(values).amax(dim=1, keepdim=True)
+        scales = low_precision.scales_for(largest, numbers).expand(values.shape)
+    codes = low_precision.encoded(values, numbers, bits, scales)
     assert codes.dtype == numbers.dtype
-    return decoded(codes, scales)
+    return low_precision.decoded(codes, scales)
 
 
 def spacing(values: torch.Tensor, name: str) -> torch.Tensor:
@@ -84,8 +74,8 @@ def test_over_all_noise_there_is_is_no_bias(name):
     for value in (0.0123, 0.7, -1.37, 3.0, 0.001):
         # no finer than what noise can tell apart
         value = float(torch.tensor(value).mul(2**16).round().div(2**16))
-        found = rounded(torch.full((len(every),), value), numbers, every).double()
-        assert found.mean().item() == value
+        found = low_precision.rounded(torch.full((len(every),), value), numbers, every)
+        assert found.double().mean().item() == value
 
 
 def test_noise_is_the_same_in_plain_integers_and_even():
