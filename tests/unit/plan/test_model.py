@@ -12,7 +12,7 @@ from megatron_eopt.base.errors import ConfigurationError
 from megatron_eopt.tools.dry_run import dry_world
 from megatron_eopt.tools.plan.architectures import Architecture
 from megatron_eopt.tools.plan.model import ParallelLayout, build_stage, stage_kinds, stages
-from tests.harness import models, run_ranks
+from tests.harness import models
 from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
 
@@ -77,26 +77,24 @@ def elements(model: torch.nn.Module) -> int:
     return found
 
 
-def built(
-    architecture: Architecture, *layouts: ParallelLayout
-) -> list[list[tuple[int, list[str]]]]:
-    """Return what each rank of each layout counts, and the kinds of its layers."""
-    dist.destroy_process_group()
-    found: Any = [[] for _ in layouts]
-    for layout, ranks in zip(layouts, found, strict=True):
-        for rank in range(layout.world_size):
-            with dry_world(rank, layout.world_size):
-                model = build_stage(architecture, layout)
-                kinds = [type(layer.mlp).__name__ for layer in model.module.decoder.layers]
-                ranks.append((elements(model), kinds))
-                assert torch.get_default_dtype() == torch.float32
+def built(architecture: Architecture, layout: ParallelLayout) -> list[tuple[int, list[str]]]:
+    """Return what each rank counts, and the kinds of its layers."""
+    found = []
+    for rank in range(layout.world_size):
+        with dry_world(rank, layout.world_size):
+            model = build_stage(architecture, layout)
+            kinds = [type(layer.mlp).__name__ for layer in model.module.decoder.layers]
+            found.append((elements(model), kinds))
+            assert torch.get_default_dtype() == torch.float32
     return found
 
 
 @pytest.mark.parametrize("name", mostly_long(CASES, "experts that are not cut", "latent"))
+@on_ranks(1, cpu=False)
 def test_all_stages_together_are_the_model_of_one_rank(name):
+    dist.destroy_process_group()
     architecture, layout = CASES[name]
-    ranks, [alone] = run_ranks(1, built, architecture, layout, ALONE, cpu=False)[0]
+    ranks, [alone] = (built(architecture, one) for one in (layout, ALONE))
     assert sum(count for count, _ in ranks) == alone[0]
     for stage, layers in enumerate(stages(architecture, layout)):
         expected = ["MoELayer" if architecture.moe_layers[layer] else "MLP" for layer in layers]

@@ -37,10 +37,8 @@ def planned(architecture: Architecture, layout: ParallelLayout, fields: Any) -> 
     return as_dict(plan(architecture, layout, MACHINES["H100"], config, tokens=2**22))
 
 
-def in_a_process(
-    architecture: Architecture, layout: ParallelLayout, **fields: Any
-) -> dict[str, Any]:
-    return run_ranks(1, planned, architecture, layout, fields, timeout=300, cpu=False)[0]
+def in_a_process(*case: Any, **fields: Any) -> dict[str, Any]:
+    return run_ranks(1, planned, *case, fields, timeout=300, cpu=False)[0]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +90,6 @@ def test_a_plan_is_of_the_busiest_rank(architecture, layout):
 
 def shown(optimizer: str) -> tuple[dict[str, Any], list[str]]:
     """Return a plan on one rank, as values and as the lines that are printed."""
-    dist.destroy_process_group()
     config = EmergingOptimizerConfig(optimizer=optimizer, **SHARDED)
     found = plan(DENSE, ParallelLayout(), MACHINES["H100"], config, tokens=2**22)
     console = Console(file=StringIO(), width=120, markup=False)
@@ -100,9 +97,10 @@ def shown(optimizer: str) -> tuple[dict[str, Any], list[str]]:
     return as_dict(found), console.file.getvalue().splitlines()
 
 
+@on_ranks(1, cpu=False)
 def test_a_plan_begins_with_what_the_optimizer_costs_beside_adam():
-    muon, lines = run_ranks(1, shown, "muon", cpu=False)[0]
-    adam, others = run_ranks(1, shown, "adam", cpu=False)[0]
+    dist.destroy_process_group()
+    (muon, lines), (adam, others) = map(shown, ("muon", "adam"))
     assert "muon beside Adam, predicted for H100" in lines[1]
     assert not any("beside Adam" in line for line in others)
     rows = [line.replace("│", " ").split() for line in lines[5:9]]

@@ -20,6 +20,7 @@ from megatron_eopt.tools.recipe import NAMES, recipe
 from tests.harness.each_rank import on_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.plan.test_model import DENSE, LATENT, MIXED, changed
+from tests.unit.plan.test_planning import SHARDED
 
 BATCH: dict[str, Any] = {"tokens": 64 * DENSE.seq_length, "micro_batch": 1}
 
@@ -30,8 +31,6 @@ MODELS = {
     "experts": MIXED,
     "latent": changed(MIXED, **LATENT, qk_layernorm=True),
 }
-
-
 EVERY = itertools.product(MODELS, (1.5, 0.6))
 
 
@@ -43,8 +42,7 @@ def test_a_search_finds_the_shortest_of_all_that_fit(name, share):
     """Compare what a search finds with what all layouts of 4 GPUs need and take."""
     architecture = MODELS[name]
     dist.destroy_process_group()
-    how: dict[str, Any] = {"optimizer": "muon", "lr": 0.01, "bf16": True}
-    config = EmergingOptimizerConfig(**how, use_distributed_optimizer=True)
+    config = EmergingOptimizerConfig(optimizer="muon", **SHARDED)
     layouts = layouts_of(architecture, MACHINES["H100"], 4, 64)
     whole = plan(architecture, ParallelLayout(data=4), MACHINES["H100"], config, **BATCH)
     machine = replace(
@@ -69,8 +67,7 @@ def test_a_search_finds_the_shortest_of_all_that_fit(name, share):
         except ConfigurationError:
             assert layout in planned or found.longer
     for one in all_plans:
-        memory = one.fullest[1]
-        assert least_bytes(architecture, one.layout) < memory.total
+        assert least_bytes(architecture, one.layout) < one.fullest[1].total
     seconds = sorted(p.iteration for p in all_plans if p.spare > 0)
     assert [p.iteration for p in found.plans] == seconds[:3]
     counts = (len(found.plans), found.unfit, found.longer, len(found.errors))
