@@ -126,14 +126,10 @@ def _sharded(chunk: Any, optimizer: Any, is_loading: bool) -> dict[str, Any]:
 
 
 def test_layer_wise_storage_tells_the_bridge_how_to_wrap_the_model():
-    config = BridgeOptimizerConfig(
-        optimizer="muon", lr=0.01, use_layer_wise_distributed_optimizer=True
-    )
-    config.finalize()
-    assert config.use_distributed_optimizer
-    replicated = BridgeOptimizerConfig(optimizer="muon", lr=0.01)
-    replicated.finalize()
-    assert not replicated.use_distributed_optimizer
+    for fields in ({"use_layer_wise_distributed_optimizer": True}, {}):
+        config = BridgeOptimizerConfig(optimizer="muon", lr=0.01, **fields)
+        config.finalize()
+        assert config.use_distributed_optimizer == bool(fields)
 
 
 @dataclasses.dataclass(kw_only=True)

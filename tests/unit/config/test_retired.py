@@ -14,11 +14,8 @@ import pytest
 import torch
 import yaml
 from megatron.core.optimizer import OptimizerConfig
-from megatron.training.config.instantiate_utils import (
-    InstantiationException,
-    InstantiationMode,
-    instantiate,
-)
+from megatron.training.config import instantiate_utils
+from megatron.training.config.instantiate_utils import InstantiationMode, instantiate
 
 from megatron_eopt import ConfigurationError, EmergingOptimizerConfig, load_optimizer_config
 from megatron_eopt.arguments import add_arguments, config_from_args
@@ -125,7 +122,8 @@ WAYS = (the_class, an_attribute, a_pickle, a_file, arguments, the_bridge)
 def test_an_old_default_is_left_out_and_another_value_refused(name, way, tmp_path):
     default, hint = RETIRED[name]
     way(name, default, tmp_path)
-    with pytest.raises((ConfigurationError, InstantiationException), match=re.escape(hint)):
+    errors = ConfigurationError, instantiate_utils.InstantiationException
+    with pytest.raises(errors, match=re.escape(hint)):
         way(name, OTHERS[type(default)], tmp_path)
 
 
