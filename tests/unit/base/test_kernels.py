@@ -292,12 +292,10 @@ def test_a_check_that_is_interrupted_is_done_again():
 
 
 def test_what_another_rank_cannot_use_counts_for_one_build(monkeypatch):
-    device = X.device
     with checked_kernels():
-        passes.KERNELS.exclude(device, True)
-        assert not passes.KERNELS.runs(X)
-        passes.KERNELS.exclude(device, False)
-        assert passes.KERNELS.runs(X)
+        for is_excluded in (True, False):
+            passes.KERNELS.exclude(X.device, is_excluded)
+            assert passes.KERNELS.runs(X) != is_excluded
 
 
 def test_a_gpu_without_matrix_units_multiplies_by_torch_and_nobody_is_warned(monkeypatch, caplog):
@@ -350,21 +348,8 @@ def test_a_kernel_that_fails_on_one_rank_is_used_by_none(changed_on, tmp_path):
         assert torch.equal(weight, second[name])
 
 
-class Stream:
-    """Notes which events it waits for."""
-
-    def __init__(self) -> None:
-        self.waited: list[Any] = []
-
-    def record_event(self) -> "Stream":
-        return self
-
-    def wait_event(self, event: Any) -> None:
-        self.waited.append(event)
-
-
 def test_a_table_that_another_stream_uploaded_is_waited_for(monkeypatch):
-    main, side = Stream(), Stream()
+    main, side = (mock.Mock(spec=["record_event", "wait_event"]) for _ in range(2))
     now = SimpleNamespace(stream=main)
     used: list[Any] = []
     tensor = SimpleNamespace(is_cuda=True, nbytes=8, device="cuda", record_stream=used.append)
@@ -372,11 +357,12 @@ def test_a_table_that_another_stream_uploaded_is_waited_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now.stream)
     table = gpu.Table(None, torch.device("cuda"))
     assert table.on_this_stream() is tensor
-    assert (main.waited, used) == ([], [])
+    assert (main.wait_event.mock_calls, used) == ([], [])
     now.stream = side
     assert table.on_this_stream() is tensor
+    side.wait_event.assert_called_once_with(main.record_event.return_value)
     # its memory is not used anew before that, either
-    assert (side.waited, used) == ([main], [side])
+    assert used == [side]
 
 
 def test_tables_are_used_where_they_are_launched():

@@ -230,18 +230,6 @@ def test_a_matrix_at_any_address_is_replaced_by_the_same_factor(offset):
     assert not any(operand.data_ptr() % 16 for operand in operands)
 
 
-def quack_of(result):
-    """Return a stand-in for quack's module whose kernel writes what ``result`` makes of it."""
-    calls = []
-
-    def gemm_symmetric_out(left, right, out, add, *, alpha, beta):
-        calls.append(left.shape[-2])
-        nothing = torch.zeros_like(out)
-        out.copy_(result(exact(left, right, nothing if add is None else add, alpha, beta, 0.0)))
-
-    return SimpleNamespace(gemm_symmetric_out=gemm_symmetric_out), calls
-
-
 @pytest.mark.parametrize(
     ("capability", "hip", "result", "taken"),
     [
@@ -256,7 +244,15 @@ def quack_of(result):
     ],
 )
 def test_quack_computes_what_it_supports(monkeypatch, caplog, capability, hip, result, taken):
-    quack, calls = quack_of(result)
+    calls = []
+
+    def gemm_symmetric_out(left, right, out, add, *, alpha, beta):
+        """Stand in for quack's kernel, and write what ``result`` makes of the product."""
+        calls.append(left.shape[-2])
+        nothing = torch.zeros_like(out)
+        out.copy_(result(exact(left, right, nothing if add is None else add, alpha, beta, 0.0)))
+
+    quack = SimpleNamespace(gemm_symmetric_out=gemm_symmetric_out)
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", quack)
     monkeypatch.setattr(products, "find_spec", lambda name: quack)
     monkeypatch.setattr(torch.version, "hip", hip)
