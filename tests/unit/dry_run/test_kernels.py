@@ -1,6 +1,6 @@
 """Kernels and bytes of single operators, against what torch's rules for GPUs give by hand."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -169,27 +169,19 @@ def test_fused_adam_passes_once(amsgrad, scale):
     assert (found.kernels, found.bytes) == (2, 40 * passes * (most + 1) + counters)
 
 
-@pytest.fixture
-def operators() -> Iterator[Any]:
-    """Custom operators as this package has them."""
-    library = torch.library.Library("megatron_eopt", "FRAGMENT")
-    library.define(
-        "counted_pass(Tensor[] a, Tensor(a!)[] b, Tensor table, *, Tensor(b!)[] outs) -> Tensor"
-    )
-    library.impl("counted_pass", lambda a, b, table, *, outs: table.new_ones(2), "CPU")
-    library.define("counted_move(Tensor a, *, Tensor(a!) out) -> ()")
-    library.impl("counted_move", lambda a, *, out: None, "CPU")
-    yield torch.ops.megatron_eopt
-    library._destroy()
-
-
-def test_custom_operators_are_counted_by_their_schemas(operators):
-    table = torch.ones(6, dtype=torch.int64)
-    twice = [A, A]
-    # a is read once, b read and written, the table read, outs and the result written
-    found = counted(operators.counted_pass, twice, [B, C], table, outs=of(2, 10))
-    assert found == Amount(1, 40 + 2 * 80 + 48 + 2 * 40 + 16, 0, 1)
-    assert counted(operators.counted_move, A, out=BF16) == Amount(1, 60, 0, 1)
+def test_custom_operators_are_counted_by_their_schemas():
+    """They are as this package has them."""
+    arguments = "Tensor[] a, Tensor(a!)[] b, Tensor table, *, Tensor(b!)[] outs"
+    table, operators = torch.ones(6, dtype=torch.int64), torch.ops.megatron_eopt
+    with torch.library._scoped_library("megatron_eopt", "FRAGMENT") as library:
+        library.define(f"counted_pass({arguments}) -> Tensor")
+        library.impl("counted_pass", lambda a, b, table, *, outs: table.new_ones(2), "CPU")
+        library.define("counted_move(Tensor a, *, Tensor(a!) out) -> ()")
+        library.impl("counted_move", lambda a, *, out: None, "CPU")
+        # a is read once, b read and written, the table read, outs and the result written
+        found = counted(operators.counted_pass, [A, A], [B, C], table, outs=of(2, 10))
+        assert found == Amount(1, 40 + 2 * 80 + 48 + 2 * 40 + 16, 0, 1)
+        assert counted(operators.counted_move, A, out=BF16) == Amount(1, 60, 0, 1)
 
 
 @pytest.mark.parametrize("device", ["host", "device"])

@@ -122,18 +122,12 @@ def test_copies_of_planes_and_rows_far_apart(memory):
 
 def test_programs_count_along_the_first_axis_only():
     # the others have at most 65,535
-    grids = []
     with interpreted_kernels():
         function = importlib.import_module("triton.runtime.interpreter").InterpretedFunction
-        start = function.__getitem__
-
-        def noted(kernel, grid):
-            grids.append(grid)
-            return start(kernel, grid)
-
-        with mock.patch.object(function, "__getitem__", noted):
+        start = {"autospec": True, "side_effect": function.__getitem__}
+        with mock.patch.object(function, "__getitem__", **start) as started:
             x = integers(6, 3, 8, 8)
             norms.divide(x, norms.sums_of_squares(x), 1e-7, 1.0, torch.empty_like(x))
             products.multiply(x, x, torch.empty_like(x), symmetric=False)
             products.multiply(x, x.mT, torch.empty_like(x), symmetric=True)
-    assert [len(grid) for grid in grids] == [1] * 4
+    assert [len(grid) for (_, grid), _ in started.call_args_list] == [1] * 4

@@ -92,19 +92,12 @@ def test_gradients_that_move_upload_addresses_alone():
     momenta = tensors(F32, 1, ((4096,),))
     with interpreted_kernels():
         tables = sys.modules["megatron_eopt.base.kernel_tables"]
-        uploads = []
-        upload = gpu.uploaded
-
-        def uploaded(values, device):
-            uploads.append(values)
-            return upload(values, device)
-
-        with mock.patch.object(gpu, "uploaded", uploaded):
+        with mock.patch.object(gpu, "uploaded", side_effect=gpu.uploaded) as uploaded:
             kept = [tensors(F32, seed, ((4096,),)) for seed in range(3)]
             for grads in kept:
                 momentum_update_(momenta, [None], grads, momenta, None, 0.9, nesterov=False)
             # two numbers for each program, once; a size and five addresses
-            assert [values.size for values in uploads] == [2 * 2, 6, 6, 6]
+            assert [c.args[0].size for c in uploaded.call_args_list] == [2 * 2, 6, 6, 6]
             assert tables.programs_of.cache_info().currsize == 1
 
 
@@ -158,15 +151,14 @@ def test_updates_of_16_bit_weights_have_rates_in_32_bits(dtype):
         assert torch.equal(value, expected)
 
 
-def mixed_dtypes():
-    lists = [tensors(F32, 1), tensors(BF16, 2), tensors(F32, 3)]
-    lists[1][1::2] = tensors(F16, 2)[1::2]
-    lists[2][::3] = tensors(BF16, 3)[::3]
-    update_(*lists, None, 0.02, 0.1)
-    return [*lists[0], *lists[1]]
-
-
 def test_a_list_may_have_several_dtypes():
+    def mixed_dtypes():
+        lists = [tensors(F32, 1), tensors(BF16, 2), tensors(F32, 3)]
+        lists[1][1::2] = tensors(F16, 2)[1::2]
+        lists[2][::3] = tensors(BF16, 3)[::3]
+        update_(*lists, None, 0.02, 0.1)
+        return [*lists[0], *lists[1]]
+
     assert all(map(torch.equal, *by_both(mixed_dtypes)))
 
 

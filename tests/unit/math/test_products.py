@@ -216,16 +216,12 @@ def test_a_matrix_at_any_address_is_replaced_by_the_same_factor(offset):
     with interpreted_kernels():
         compute = Orthogonalization(precision="medium")
         expected = compute(x := torch.randn(64, 128).bfloat16())
-        operands = []
         launch = products.multiply_by_triton
-
-        def noted(*args):
-            operands.extend(t for t in args if isinstance(t, torch.Tensor))
-            launch(*args)
-
-        with mock.patch.object(products, "multiply_by_triton", noted):
+        with mock.patch.object(products, "multiply_by_triton", side_effect=launch) as launched:
             compute.factors_(place.copy_(x).unsqueeze(0), None, (64, 128))
     assert torch.equal(place, expected)
+    given = (operand for call in launched.call_args_list for operand in call.args)
+    operands = [operand for operand in given if isinstance(operand, torch.Tensor)]
     assert operands
     assert not any(operand.data_ptr() % 16 for operand in operands)
 
