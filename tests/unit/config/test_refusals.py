@@ -7,8 +7,10 @@ import argparse
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -150,25 +152,17 @@ def built(mode: Mode, model: Any) -> str:
     # set later, as some need a GPU when a configuration is made
     vars(config).update(mode.config)
     overrides = {ParamKey(name="*hidden.weight"): mode.overrides} if mode.overrides else None
-    changed = {}
-    for name, values in (("ddp_config", mode.ddp), ("config", mode.model)):
-        if values:
-            place = vars(getattr(model, name))
-            changed[name] = {key: place[key] for key in values if key in place}, set(values)
-            place.update(values)
-    try:
-        if mode.storage == OWN_LOOP:
-            build_optimizer(model, config, overrides)
-        else:
-            get_megatron_optimizer(config, [model], overrides)
-    except ConfigurationError as error:
-        return str(error)
-    finally:
-        for name, (before, keys) in changed.items():
-            place = vars(getattr(model, name))
-            for key in keys:
-                place.pop(key)
-            place.update(before)
+    with ExitStack() as briefly:
+        for name, values in (("ddp_config", mode.ddp), ("config", mode.model)):
+            if values:
+                briefly.enter_context(mock.patch.dict(vars(getattr(model, name)), values))
+        try:
+            if mode.storage == OWN_LOOP:
+                build_optimizer(model, config, overrides)
+            else:
+                get_megatron_optimizer(config, [model], overrides)
+        except ConfigurationError as error:
+            return str(error)
     return ""
 
 
