@@ -55,17 +55,9 @@ def on_gpu(world_size: int, case: Case) -> tuple[set[str], set[str], list[str]]:
         optimizer.step()
         with Waits() as waits:
             report_of(optimizer, give_gradients)
-        return devices_of(optimizer), waits.reads, waits.crossings
-
-
-def devices_of(optimizer: Any) -> set[str]:
-    return {
-        str(value.device)
-        for member in optimizer.chained_optimizers
-        for state in member.optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.dim()
-    }
+        states = [s for m in optimizer.chained_optimizers for s in m.optimizer.state.values()]
+        values = [v for s in states for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
+        return {str(value.device) for value in values}, waits.reads, waits.crossings
 
 
 def in_storage(name: str, **config: Any) -> tuple[int, Case]:

@@ -18,12 +18,8 @@ H100 = MACHINES["H100"]
 
 
 def estimated(architecture: Architecture, layout: ParallelLayout, **given: Any) -> Passes:
-    return passes(
-        architecture,
-        layout,
-        H100,
-        **{"tokens": 64 * architecture.seq_length, "micro_batch": 1, "room": math.inf} | given,
-    )
+    usual = {"tokens": 64 * architecture.seq_length, "micro_batch": 1, "room": math.inf}
+    return passes(architecture, layout, H100, **usual | given)
 
 
 @pytest.mark.parametrize("micro", [1, 4])
@@ -44,10 +40,8 @@ def test_activations_are_megatrons_where_its_formula_knows_the_model(layout, mic
 def test_estimates_of_published_models(name):
     model = recipe(name).architecture()
     whole = estimated(model, ParallelLayout())
-    tokens = 64 * model.seq_length
-    assert whole.compute == pytest.approx(
-        train_flops(model, tokens) / (H100.flops * H100.utilization)
-    )
+    seconds = train_flops(model, 64 * model.seq_length) / (H100.flops * H100.utilization)
+    assert whole.compute == pytest.approx(seconds)
     assert (whole.traffic, whole.bubble) == (0, 0)
     # inputs of layers, all of one layer, and logits
     assert 0 < whole.recomputed < whole.kept / 4
@@ -76,10 +70,7 @@ def test_ranks_without_a_sequence_wait():
 def test_the_stage_of_the_output_layer_may_be_the_slowest():
     large = replace(changed(DENSE, num_layers=8), vocab_size=8192, seq_length=64)
     small = replace(large, vocab_size=64)
-    shares = [
-        estimated(one, ParallelLayout(pipeline=8)).compute
-        / estimated(one, ParallelLayout()).compute
-        for one in (small, large)
-    ]
+    alone, cut = ParallelLayout(), ParallelLayout(pipeline=8)
+    shares = [estimated(it, cut).compute / estimated(it, alone).compute for it in (small, large)]
     assert shares[0] < 1.2 / 8
     assert shares[1] > 2 / 8

@@ -59,10 +59,8 @@ def test_local_attention_records_the_largest_logit_of_each_head(model):
         expected[number] = torch.maximum(expected.get(number, found), found)
 
     for attention in attentions(chunk):
-        core = attention.core_attention
-        core.register_forward_pre_hook(
-            lambda core, args, kwargs, a=attention: look(a, core, args, kwargs), with_kwargs=True
-        )
+        hook = functools.partial(look, attention)
+        attention.core_attention.register_forward_pre_hook(hook, with_kwargs=True)
     for seed in range(2):
         train_step([chunk], optimizer, [synthetic_batch(2 * seed), synthetic_batch(2 * seed + 1)])
         mine = [a.core_attention.current_max_attn_logits for a in attentions(chunk)]

@@ -21,8 +21,7 @@ from tests.unit.storage.runs import OVERLAP, PLAIN, REPLICATED, SHARDED, Run, ma
 
 GROUPED = {"layers": 2, "hidden": 32, "heads": 4, "query_groups": 2, "bias": True}
 LATENT = {"layers": 2, "hidden": 32, "heads": 4, "latent": True, "position_embedding": "rope"}
-THRESHOLD = 10.0
-MODEL = {"qk_clip": True, "qk_clip_alpha": 0.4, "qk_clip_threshold": THRESHOLD}
+MODEL = {"qk_clip": True, "qk_clip_alpha": 0.4, "qk_clip_threshold": 10.0}
 
 # of each layer and head, before each clip; the first head of the second group decides for both
 MAXIMA = (
@@ -50,15 +49,13 @@ def put(chunks: list[Any], maxima: Any) -> None:
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     data = parallel_state.get_data_parallel_rank()
-    for chunk in chunks:
-        for attention in attentions(chunk):
-            of_layer = maxima[(attention.layer_number - 1) % len(maxima)]
-            mine = torch.tensor(of_layer).chunk(size)[rank]
+    for attention in (attention for chunk in chunks for attention in attentions(chunk)):
+        of_layer = maxima[(attention.layer_number - 1) % len(maxima)]
+        seen = mine = torch.tensor(of_layer).chunk(size)[rank]
+        if parallel_state.get_data_parallel_world_size() > 1:
             # another rank's tokens have the larger logits of every other head
             seen = torch.where(torch.arange(len(mine)) % 2 == data % 2, mine, mine - 1)
-            attention.core_attention.current_max_attn_logits = (
-                seen if parallel_state.get_data_parallel_world_size() > 1 else mine
-            )
+        attention.core_attention.current_max_attn_logits = seen
 
 
 def clipped(case: Case, gathers_first: bool = True) -> Clipped:
