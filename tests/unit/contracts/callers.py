@@ -48,8 +48,7 @@ def build(storage: Storage, dtype: str = "float32", **fields: Any) -> tuple[Any,
         initialize_megatron()
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    model = tiny_gpt(layers=1, bias=True, dtype=getattr(torch, dtype))
-    chunk = wrap_ddp(model, **storage.ddp)
+    chunk = wrap_ddp(tiny_gpt(layers=1, bias=True, dtype=getattr(torch, dtype)), **storage.ddp)
     settings = {"lr": 0.01, "min_lr": 0.001, "weight_decay": 0.1, "clip_grad": 1.0}
     config = OptimizerConfig(**(settings | PRECISIONS[dtype] | storage.config | fields))
     chunk.config.grad_scale_func = None
@@ -89,8 +88,8 @@ def train(
     dtype: str = "float32",
     *,
     steps: int = 4,
-    before_step: Between | None = None,
-    after_step: Between | None = None,
+    before_step: Between = lambda *_: None,
+    after_step: Between = lambda *_: None,
     **fields: Any,
 ) -> Outcome:
     """Train with the real scheduler; every step calls what a caller does around ``step()``."""
@@ -100,11 +99,9 @@ def train(
     for step in range(steps):
         scheduler.step(1)
         gradients(chunk, optimizer, step)
-        if before_step is not None:
-            before_step(optimizer, chunk)
+        before_step(optimizer, chunk)
         told.append((*optimizer.step(), float(optimizer.get_loss_scale())))
-        if after_step is not None:
-            after_step(optimizer, chunk)
+        after_step(optimizer, chunk)
     return Outcome(copies_of(chunk), told)
 
 

@@ -1,6 +1,5 @@
 """What trainers and RL frameworks read, write and move between steps, with every storage."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +10,10 @@ from tests.harness import run_ranks
 from tests.harness.models import assert_same, copies_of
 from tests.unit.contracts import callers
 from tests.unit.contracts.callers import STORAGES, build, elsewhere, gradients, main_params, train
+
+IN_PLACE = ("replicated-muon", "distributed-adam", "layer-wise-muon")
+# stored as layer-wise Muon is
+ALIKE = ("layer-wise-muon-plain-ddp", "layer-wise-soap")
 
 
 def _offload_every_state_tensor(optimizer: Any, chunk: Any) -> None:
@@ -68,8 +71,7 @@ AFTER_A_STEP = {
 
 def _same_training(storage: str, dtype: str) -> None:
     plain = train(STORAGES[storage], dtype)
-    looked = train(STORAGES[storage], dtype, before_step=_look_first)
-    plain.assert_equals(looked)
+    plain.assert_equals(train(STORAGES[storage], dtype, before_step=_look_first))
     if dtype == "float16":
         # the scale grows after two good steps, also when gradients are prepared twice in each
         assert [scale for *_, scale in plain.steps] == [64.0, 128.0, 128.0, 256.0]
@@ -80,10 +82,6 @@ def _same_training(storage: str, dtype: str) -> None:
             plain.assert_equals(moved)
         except AssertionError as error:
             raise AssertionError(f"after moving {name}: {error}") from error
-
-
-# stored as layer-wise Muon is
-ALIKE = ("layer-wise-muon-plain-ddp", "layer-wise-soap")
 
 
 @pytest.mark.parametrize(
@@ -193,13 +191,11 @@ def _reset(storage: str) -> None:
     assert_same(copies_of(chunk), copies_of(fresh_chunk))
 
 
-IN_PLACE = ("replicated-muon", "distributed-adam", "layer-wise-muon")
-
-
 def _uses(storage: str) -> None:
-    uses: list[Callable[[str], None]] = [_overflow, _reads, _same_writes, _reload]
-    for use in [*uses, _reset] if storage in IN_PLACE else uses:
+    for use in (_overflow, _reads, _same_writes, _reload):
         use(storage)
+    if storage in IN_PLACE:
+        _reset(storage)
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -206,12 +206,7 @@ ORIGINAL = megatron_optimizer._get_param_groups
 def embeddings_at_half(model_chunks: Any, config: Any, config_overrides: Any) -> Any:
     """Give embeddings a learning rate of their own, as ms-swift gives one to a vision tower."""
     groups = ORIGINAL(model_chunks, config, config_overrides)
-    apart = {
-        id(param)
-        for chunk in model_chunks
-        for name, param in chunk.named_parameters()
-        if "word_embeddings" in name
-    }
+    apart = {id(named(chunk, "word_embeddings")) for chunk in model_chunks}
     result = []
     for group in groups:
         own = [param for param in group["params"] if id(param) in apart]

@@ -75,6 +75,8 @@ def test_the_scripts_own_flags_and_defaults_are_respected():
         parsed([], scripts_own)
 
 
+check = validating_known_flags(lambda args, defaults: args)
+
 SAVES = {"async_save": True, "use_persistent_ckpt_worker": True}
 MUON = {"optimizer": "muon", "transformer_impl": "local", "qk_clip": False}
 
@@ -97,7 +99,6 @@ MUON = {"optimizer": "muon", "transformer_impl": "local", "qk_clip": False}
     ids=["off-loaded state", "Megatron-FSDP"],
 )
 def test_saves_that_would_fail_are_refused(given, needed, message):
-    check = validating_known_flags(lambda args, defaults: args)
     with pytest.raises(ConfigurationError, match=message):
         check(argparse.Namespace(**given, **SAVES))
     for name in needed:
@@ -128,7 +129,6 @@ FSDP2 |= {"tensor_model_parallel_size": 1, "calculate_per_token_loss": False}
     ids=["buffers", "format", "tokens", "TP", "Megatron's state", "buffers, Megatron-FSDP"],
 )
 def test_flags_that_fsdp_cannot_serve_are_refused(given, message):
-    check = validating_known_flags(lambda args, defaults: args)
     with pytest.raises(ConfigurationError, match=message):
         check(argparse.Namespace(**given))
 
@@ -160,7 +160,6 @@ def test_a_misspelled_flag_is_answered_in_one_line(flags, message):
 
 
 def test_two_precisions_are_named():
-    check = validating_known_flags(lambda args, defaults: args)
     with pytest.raises(ConfigurationError, match="--fp16=True: cannot be combined with") as caught:
         check(argparse.Namespace(**MUON, fp16=True, bf16=True))
     assert caught.value.is_on_all_ranks

@@ -14,6 +14,7 @@ from tests.harness.each_rank import on_ranks
 
 FACTORY = ("config", "model_chunks", "config_overrides", "use_gloo_process_groups",
            "pg_collection", "dump_param_to_param_group_map")  # fmt: skip
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 DOCUMENTED = {"get_megatron_muon_optimizer": FACTORY}
 """Parameters of what takes ``*args, **kwargs`` upstream and hands them to the factory."""
 
@@ -23,9 +24,6 @@ def replaced() -> list[tuple[str, str, Any, Any]]:
     from megatron_eopt.megatron_lm.names import rebindings
 
     return [(owner.__name__, name, vars(owner)[name], ours) for owner, name, ours in rebindings()]
-
-
-VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def signature_problem(name: str, theirs: Callable[..., Any], ours: Callable[..., Any]) -> str:

@@ -18,11 +18,8 @@ def test_both_writers_get_what_megatron_would_write():
 
     board, run = mock.Mock(spec=["add_scalar"]), mock.Mock(spec=["log"])
     args = SimpleNamespace(consumed_train_samples=80)
-    with (
-        mock.patch.object(global_vars, "get_args", return_value=args),
-        mock.patch.object(global_vars, "get_tensorboard_writer", return_value=board),
-        mock.patch.object(global_vars, "get_wandb_writer", return_value=run),
-    ):
+    writers = {"get_tensorboard_writer": lambda: board, "get_wandb_writer": lambda: run}
+    with mock.patch.multiple(global_vars, get_args=lambda: args, **writers):
         write_scalars({"Adam/weight-rms": 0.5}, 10)
     expected = [("Adam/weight-rms", 0.5, 10), ("Adam/weight-rms vs samples", 0.5, 80)]
     assert [each.args for each in board.add_scalar.call_args_list] == expected

@@ -66,8 +66,7 @@ def test_what_passed_is_kept_until_something_else_runs_it(run):
 
 
 def test_what_failed_runs_again(run):
-    failing = replace(run, script=FAILS)
-    assert failing.document(SECTION)["problems"] == ["it is wrong"]
+    assert replace(run, script=FAILS).document(SECTION)["problems"] == ["it is wrong"]
     assert run.document(SECTION)["status"] == "passed"
 
 
@@ -118,8 +117,7 @@ def test_results_go_where_they_are_wanted_and_the_status_says_what_did_not_run(
     results = tmp_path / "elsewhere" / "found.json"
     options = ["--out", str(tmp_path), "--results", str(results), "--minutes", "0.01"]
     assert command.main([*options, "--only", "kernels"]) == 2
-    sections = json.loads(results.read_text())["sections"]
-    assert sections["kernels"]["status"] == "not run"
+    assert json.loads(results.read_text())["sections"]["kernels"]["status"] == "not run"
 
 
 def test_predictions_stand_beside_what_was_measured():

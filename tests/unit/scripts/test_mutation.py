@@ -23,10 +23,8 @@ FILE = "megatron_eopt/layouts/some.py"
 
 def parts(text):
     """Return what each change of a function's text replaces, and what it becomes."""
-    return [
-        (text.encode()[slice(*change.place)].decode(), change.new)
-        for change in changes_of(FILE, text)
-    ]
+    changes = changes_of(FILE, text)
+    return [(text.encode()[slice(*it.place)].decode(), it.new) for it in changes]
 
 
 @pytest.mark.parametrize(
@@ -211,11 +209,8 @@ def test_a_result_holds_until_other_tests_execute_the_change(monkeypatch, tmp_pa
 
 @pytest.mark.parametrize("without", [None, "it hangs"])
 def test_tests_that_hang_without_the_change_notice_nothing(without, monkeypatch, tmp_path, file):
-
-    def notice(*_):
-        return "it hangs" if file.read_text() == "2" else without
-
-    monkeypatch.setattr(trial, "noticed_by", notice)
+    found = {"1": without, "2": "it hangs"}
+    monkeypatch.setattr(trial, "noticed_by", lambda *_: found[file.read_text()])
     assert tried(CHANGE, [FAST], tmp_path, 600).is_noticed == (without is None)
 
 

@@ -72,9 +72,8 @@ def test_a_file_gets_a_line_every_20_steps_and_a_terminal_a_bar(monkeypatch):
     assert shown(monkeypatch, terminal=False) == steps + events
     assert not shown(monkeypatch, terminal=False, quiet=True)
     screen = shown(monkeypatch, terminal=True)
-    assert "Training: 100%" in screen
-    assert "45/45" in screen
-    assert "step 20: checkpoint saved\n" in screen
+    for text in ("Training: 100%", "45/45", "step 20: checkpoint saved\n"):
+        assert text in screen
     assert "of 45" not in screen + shown(monkeypatch, terminal=True, quiet=True)
 
 
@@ -105,8 +104,7 @@ rank.wait()
 
 
 def test_who_stops_at_once_leaves_no_rank_behind():
-    command = [sys.executable, "-c", STARTS]
-    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    launcher = subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout.readline() == "ready\n"
     quickstart.stop_gently(launcher)
     assert launcher.poll() is None
