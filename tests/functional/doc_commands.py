@@ -87,11 +87,9 @@ def commands_of(page: Path) -> list[Command]:
     return commands
 
 
-def all_commands() -> list[Command]:
-    """Return the commands of all pages."""
-    return [command for page in PAGES for command in commands_of(page)]
+COMMANDS = [command for page in PAGES for command in commands_of(page)]
 
 
-def rule_of(text: str) -> Rule | None:
-    """Return the first rule that matches a whole command; None if there is none."""
-    return next((rule for rule in RULES if re.fullmatch(rule.pattern, text)), None)
+def how_of(text: str) -> How | None:
+    """Return what the first rule that matches a whole command says; None if there is none."""
+    return next((rule.how for rule in RULES if re.fullmatch(rule.pattern, text)), None)

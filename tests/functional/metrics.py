@@ -56,7 +56,5 @@ def first_values(metrics: Metrics, values: int) -> Metrics:
 
 def last_steps(metrics: Metrics, steps: int) -> Metrics:
     """Return the metrics of the last so many steps, with the validation loss after them."""
-    return {
-        name: values if name == "validation loss" else values[-steps:]
-        for name, values in metrics.items()
-    }
+    last = {name: values[-steps:] for name, values in metrics.items()}
+    return last | {"validation loss": metrics["validation loss"]}

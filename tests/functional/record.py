@@ -37,11 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown or args.all == bool(args.cases):
         parser.error(f"no such case: {sorted(unknown)}" if unknown else "name cases, or --all")
     for name in cases if args.all else args.cases:
-        case = cases[name]
-        if args.environment in case.environments:
-            line = record(case, args.environment)
-        else:
-            line = f"{name}: not for {args.environment}"
+        line = f"{name}: not for {args.environment}"
+        if args.environment in cases[name].environments:
+            line = record(cases[name], args.environment)
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
     close_pools()

@@ -35,8 +35,7 @@ ONE_GPU = """
 
 def run_measured(case: Case, environment: Environment, seed: int | None) -> Metrics:
     """Return the metrics of the run whose spread is recorded, of parity cases the first variant."""
-    first = next(iter(case.variants.values()), Variant())
-    return run_variant(case, first, environment, seed)
+    return run_variant(case, next(iter(case.variants.values()), Variant()), environment, seed)
 
 
 def run_resume(case: Case, folder: Path) -> tuple[Metrics, list[Metrics]]:

@@ -19,10 +19,9 @@ COMMON = "common_state/shard_0_1"
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint, whole."""
-    there = FileSystemReader(folder).read_metadata().state_dict_metadata
     found = {
         key: torch.empty(item.size, dtype=item.properties.dtype)
-        for key, item in there.items()
+        for key, item in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
         if isinstance(item, TensorStorageMetadata)
     }
     checkpoint.load(found, checkpoint_id=folder, no_dist=True)
@@ -34,11 +33,10 @@ def by_kind(state: dict[str, Any]) -> dict[tuple[str, str], Any]:
 
     Of matrices that are parts of one parameter, one is returned.
     """
-    split = {key: split_key(key) for key in state}
     return {
         (parts.kind.removeprefix("fp32_"), parts.name): state[key]
-        for key, parts in split.items()
-        if parts and parts.kind
+        for key in state
+        if (parts := split_key(key)) and parts.kind
     }
 
 
@@ -65,10 +63,8 @@ def differing(first: Path, second: Path) -> list[str]:
     ours, theirs = tensors_in(first), tensors_in(second)
     other = ours.keys() ^ theirs.keys()
     other |= {key for key in ours.keys() & theirs.keys() if not _same(ours[key], theirs[key])}
-    texts, others = objects_in(first), objects_in(second)
-    other |= {
-        key for key in texts.keys() | others.keys() if repr(texts.get(key)) != repr(others.get(key))
-    }
+    texts, others = ({(k, repr(v)) for k, v in objects_in(it).items()} for it in (first, second))
+    other |= {key for key, _ in texts ^ others}
     return sorted(other)
 
 

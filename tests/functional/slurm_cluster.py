@@ -52,7 +52,7 @@ def missing() -> str | None:
     return None
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -61,7 +61,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _write_configuration(folder: Path) -> Path:
-    ports = _free_ports(1 + len(NODES))
+    ports = free_ports(1 + len(NODES))
     text = CONFIGURATION.format(folder=folder, host=HOST, ports=ports)
     for name, port in zip(NODES, ports[1:], strict=True):
         text += NODE.format(name=name, host=HOST, port=port)
@@ -94,10 +94,8 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     try:
         for number, daemon in enumerate(daemons):
             with (folder / f"daemon{number}.log").open("w") as log:
-                started = subprocess.Popen(
-                    daemon, env=environment, stdout=log, stderr=log, start_new_session=True
-                )
-            running.append(started)
+                how = {"stdout": log, "stderr": log, "start_new_session": True}
+                running.append(subprocess.Popen(daemon, env=environment, **how))
             if number == 0:
                 wait_until(lambda: (folder / "munge.socket").exists(), "munge listens", 20)
         wait_until(lambda: idle_nodes(environment) == len(NODES), "both nodes are idle", 60)

@@ -33,8 +33,7 @@ def test_golden_on_cpus(case):
     "case", params("golden", lambda case: case.notices, lambda case: case.name != "layer-wise")
 )
 def test_recorded_values_tell_a_wrong_setting(case):
-    wrong = run_variant(case, Variant(case.notices))
-    assert differences_from(golden.read(case, "cpu_gloo"), wrong)
+    assert differences_from(golden.read(case, "cpu_gloo"), run_variant(case, Variant(case.notices)))
 
 
 @pytest.mark.parametrize("case", params("resume"))

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.doc_commands import ROOT, Command, all_commands, rule_of
+from tests.functional.doc_commands import COMMANDS, ROOT, Command, how_of
 from tests.harness.programs import finished
-
-COMMANDS = all_commands()
 
 # what "..." stands for in a command that is run
 MODEL = """
@@ -27,8 +25,7 @@ def those(how: str) -> list[object]:
     """Return each command of this kind once, for parametrize."""
     found: dict[str, Command] = {}
     for command in COMMANDS:
-        rule = rule_of(command.text)
-        if rule is not None and rule.how == how:
+        if how_of(command.text) == how:
             found.setdefault(command.text, command)
     return [pytest.param(command, id=command.name) for command in found.values()]
 
@@ -39,7 +36,7 @@ def shell(text: str, timeout: float = 60, **variables: str) -> subprocess.Comple
 
 
 def test_every_command_has_a_rule():
-    unknown = [f"{c.name}: {c.text}" for c in COMMANDS if rule_of(c.text) is None]
+    unknown = [f"{c.name}: {c.text}" for c in COMMANDS if how_of(c.text) is None]
     assert not unknown, "add a rule to tests/functional/doc_commands.py"
     assert len(COMMANDS) > 20
 
@@ -67,9 +64,7 @@ def program(command: Command) -> str:
     return re.match(r"(python -m \S+|\S+)", command.text)[0]
 
 
-@pytest.mark.parametrize(
-    "name", sorted({program(c) for c in COMMANDS if (r := rule_of(c.text)) and r.how == "help"})
-)
+@pytest.mark.parametrize("name", sorted({program(c) for c in COMMANDS if how_of(c.text) == "help"}))
 def test_helps(name, capsys):
     if name.startswith("python -m "):
         # in this process, which has imported what takes its time

@@ -71,10 +71,9 @@ def load_each(flags: list[str], folders: list[str]) -> tuple[list[str], str]:
         for run.load in folders:
             try:
                 checkpointing.load_checkpoint(*args, **kwargs)
+                errors.append("loaded")
             except (Exception, SystemExit) as error:
                 errors.append(f"{type(error).__name__}: {error}")
-            else:
-                errors.append("loaded")
         run.load = good
         return checkpointing.load_checkpoint(*args, **kwargs)
 

@@ -23,6 +23,10 @@ from tests.harness import run_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import synthetic_batch, tiny_gpt, train_step, wrap_ddp
 
+CONFIGS = {cls.__name__: cls for cls in (EmergingOptimizerConfig, TorchOptimizerConfig)}
+EXAMPLE = ROOT / "examples" / "my_optimizer.py"
+VARIANT = ROOT / "examples" / "cautious_muon.py"
+
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -34,8 +38,7 @@ def prose(text: str) -> str:
 def anchors(page: Path) -> set[str]:
     """Return the anchors that a page's headings make."""
     headings = re.findall(r"^#+ (.*)", prose(page.read_text()), re.M)
-    plain = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
-    return set(plain)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pages
@@ -187,10 +190,6 @@ def test_the_figures_are_what_the_scripts_draw(name, tmp_path):
     assert drawn.read_bytes() == (ROOT / "docs" / "figures" / f"{name}.svg").read_bytes()
 
 
-EXAMPLE = ROOT / "examples" / "my_optimizer.py"
-VARIANT = ROOT / "examples" / "cautious_muon.py"
-
-
 @pytest.mark.parametrize(("example", "lines"), [(EXAMPLE, 30), (VARIANT, 60)])
 def test_extending_shows_the_examples_as_they_are(example, lines):
     text = example.read_text()
@@ -223,9 +222,6 @@ def test_the_example_trains_on_two_ranks_as_on_one(distributed):
         assert losses == pytest.approx(alone, rel=1e-3)
 
 
-CONFIGS = {cls.__name__: cls for cls in (EmergingOptimizerConfig, TorchOptimizerConfig)}
-
-
 def muon_configurations() -> dict[str, TorchOptimizerConfig]:
     """Return Muon's configurations in the pages' snippets and in the examples' files."""
     files = (ROOT / "examples").glob("*.yaml")
@@ -245,11 +241,10 @@ def muon_configurations() -> dict[str, TorchOptimizerConfig]:
 
 def test_all_snippets_recommend_one_size_of_updates():
     """AdamW's: whoever copies from two pages gets the same."""
-    elsewhere = {"muon_like_megatron.yaml"}
     found = muon_configurations()
     migration = {name for name in found if name.startswith("choosing.md")}
     assert len(found) > 7
-    for name in found.keys() - elsewhere - migration:
+    for name in found.keys() - {"muon_like_megatron.yaml"} - migration:
         config = found[name]
         assert (config.muon_scale_mode, config.muon_nesterov) == ("adamw_rms", True), name
         assert (config.lr, config.muon_lr) == (1e-3, None), name

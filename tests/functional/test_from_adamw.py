@@ -5,9 +5,10 @@ import copy
 import io
 
 import pytest
+import torch
 
-from tests.functional.test_other_trainers import arguments_of, example
-from tests.harness import run_ranks
+from tests.functional.test_other_trainers import arguments_of, example, losses_of
+from tests.harness.each_rank import on_ranks
 from tests.harness.log import listening
 from tests.unit.fsdp2.models import whole
 
@@ -45,16 +46,17 @@ def run(cls, folder, options, resume=None):
     trainer = cls(module.make_model("llama"), arguments, **data)
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train(resume_from_checkpoint=resume)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, noting
+    return losses_of(trainer), noting
 
 
-def goes_on(folder, options):
+@pytest.mark.parametrize(("ranks", "options"), LAYOUTS.values(), ids=LAYOUTS)
+@on_ranks("ranks", cpu=False)
+def test_embeddings_and_norms_keep_adamws_state(ranks, options, tmp_path):
     module = example("hugging_face_trainer")
-    before, _ = run(transformers.Trainer, folder, options)
+    before, _ = run(transformers.Trainer, tmp_path, options)
     with listening() as lines:
-        start = f"{folder}/checkpoint-4"
-        losses, noting = run(module.MuonTrainer, f"{folder}/muon", options, start)
+        start = f"{tmp_path}/checkpoint-4"
+        losses, noting = run(module.MuonTrainer, tmp_path / "muon", options, start)
     assert losses[:4] == before[:4], "the steps before the checkpoint are the Trainer's"
     # data and schedule, which falls to zero in eight steps, go on where they were
     assert losses[4] == before[4]
@@ -65,17 +67,11 @@ def goes_on(folder, options):
         assert int(state.get("step", 0)) == (4 if "exp_avg" in state else 0)
     kept = {name for name, state in noting.found.items() if "exp_avg" in state}
     # its own checkpoints are read as ever
-    again, _ = run(module.MuonTrainer, f"{folder}/more", options, f"{folder}/muon/checkpoint-8")
+    again, _ = run(module.MuonTrainer, tmp_path / "more", options, f"{tmp_path}/muon/checkpoint-8")
     assert again[: len(losses)] == losses
-    return kept, noting.found.keys() - kept, lines
-
-
-@pytest.mark.parametrize(("ranks", "options"), LAYOUTS.values(), ids=LAYOUTS)
-def test_embeddings_and_norms_keep_adamws_state(ranks, options, tmp_path):
-    results = run_ranks(ranks, goes_on, str(tmp_path), options, cpu=False)
-    for kept, fresh, lines in results[:1]:
-        assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} <= kept
+    if torch.distributed.get_rank() == 0:
+        assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} <= kept, kept
         matrices = ("0.mlp.up_proj", "1.self_attn.q_proj")
-        assert {f"model.layers.{name}.weight" for name in matrices} <= fresh
+        assert {f"model.layers.{name}.weight" for name in matrices} <= noting.found.keys() - kept
         (line,) = (line for line in lines if "fresh" in line)
         assert "adam" in line, line

@@ -56,8 +56,6 @@ def test_every_back_end_has_its_row(context, monkeypatch):
 
 USUAL = ["step", "replay"]
 OTHERS = [section.name for section in SECTIONS if section.name not in USUAL]
-
-
 WHEELS = set(NEEDED.values()) - {"torch"}
 
 SMALLER = """
@@ -75,8 +73,7 @@ sys.exit(main())
 def test_the_page_lists_the_wheels_that_a_bare_machine_needs():
     page = (ROOT / "docs/how_to/clusters.md").read_text()
     (command,) = re.findall(r"pip wheel --no-deps --wheel-dir wheels ((?:.*\\\n)*.*)", page)
-    named = {word.partition("==")[0] for word in command.replace("\\", " ").split()}
-    assert named == WHEELS
+    assert {word.partition("==")[0] for word in command.replace("\\", " ").split()} == WHEELS
 
 
 @pytest.mark.parametrize("sections", mostly_long([USUAL, OTHERS], USUAL), ids=" ".join)
@@ -96,8 +93,7 @@ def test_the_first_sections_fit_the_time_limit():
 
 @pytest.mark.parametrize("backends", [0, 2])
 def test_contestants_of_a_step_fit_an_h100(monkeypatch, backends):
-    every = [*step.ARMS, *step.ARMS[:1] * backends]
-    monkeypatch.setattr(step, "arms", lambda: every)
+    monkeypatch.setattr(step, "arms", lambda: [*step.ARMS, *step.ARMS[:1] * backends])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(78.5 * 2**30), 0))
     assert step._no_room(step.LARGE) is None
     assert step._no_room(step.LARGE | {"layers": 32}) is not None
@@ -106,8 +102,7 @@ def test_contestants_of_a_step_fit_an_h100(monkeypatch, backends):
 def test_arms_hold_their_weights_gradients_and_state():
     of_muon, of_adam = (step.bytes_of(arm, step.LARGE) for arm in (step.ARMS[0], step.ARMS[-1]))
     matrices, others = 8 * 11 * 2048**2, 2 * 32768 * 2048
-    assert of_muon == 14 * matrices + 18 * others
-    assert of_adam == 18 * (matrices + others)
+    assert (of_muon, of_adam) == (14 * matrices + 18 * others, 18 * (matrices + others))
 
 
 def test_a_step_s_time_is_split_by_kind():

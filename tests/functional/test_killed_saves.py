@@ -17,6 +17,7 @@ from torch import distributed
 from megatron_eopt.tools.explain import explain
 from tests.functional.formats import FORMATS
 from tests.functional.script import TINY, _run_once, losses, train
+from tests.functional.slurm_cluster import wait_until
 from tests.harness import RankError, run_ranks
 
 ITERATION = "iter_0000002"
@@ -119,10 +120,7 @@ def test_the_manager_of_asynchronous_saves_ends_with_a_killed_rank(tmp_path):
         # a manager that stays keeps the rank's pipes open, so that the harness waits in vain
         with pytest.raises(RankError, match="exit code -9"):
             run_ranks(1, die_when_the_manager_runs, flags, noted, timeout=40, cpu=False)
-        deadline = time.monotonic() + 20
-        while runs(int(noted.read_text())) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not runs(int(noted.read_text()))
+        wait_until(lambda: not runs(int(noted.read_text())), "the manager ends", 20)
     finally:
         if noted.exists() and runs(int(noted.read_text())):
             os.kill(int(noted.read_text()), signal.SIGKILL)

@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import sys
+from unittest import mock
 
 import pytest
 
@@ -89,11 +90,8 @@ def facts(printed: str) -> dict[str, object]:
 
 
 def _module(folder: str, *arguments: str) -> str:
-    sys.path.insert(0, folder)
-    try:
+    with mock.patch.object(sys, "path", [folder, *sys.path]):
         return launched(*arguments)
-    finally:
-        sys.path.remove(folder)
 
 
 @pytest.mark.parametrize("how", ["script", "module"])

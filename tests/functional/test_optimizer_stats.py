@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -17,7 +18,7 @@ MUON = """
 def scalars(folder):
     """Return what was written to TensorBoard: name -> {step: value}."""
     found = defaultdict(dict)
-    for path in folder.glob("events.*"):
+    for path in Path(folder).glob("events.*"):
         events = EventAccumulator(str(path), size_guidance={"scalars": 0})
         events.Reload()
         for name in events.Tags()["scalars"]:

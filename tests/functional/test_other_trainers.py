@@ -30,8 +30,7 @@ def example(name):
 
 def test_the_page_shows_the_examples_as_they_are():
     page = blocks((ROOT / "docs/how_to/other_trainers.md").read_text(), "python")
-    names = "accelerate_loop lightning_module torchtitan_optimizer"
-    for name in names.split():
+    for name in ("accelerate_loop", "lightning_module", "torchtitan_optimizer"):
         text = (ROOT / "examples" / f"{name}.py").read_text()
         assert len([block for _, block in page if block in text]) == 1
 
@@ -117,23 +116,22 @@ def arguments_of(folder, **options):
     return transformers.TrainingArguments(str(folder), **usual | options)
 
 
-def shown_trainer(folder):
-    """Return the losses of the Trainer that the page shows, and what it logs."""
-    module = example("hugging_face_trainer")
-    page = (ROOT / "docs/how_to/other_trainers.md").read_text()
-    (shown,) = (text for _, text in blocks(page, "python") if "MuonTrainer(" in text)
-    names = {"model": module.make_model("llama"), "data": module.make_data()}
-    names["arguments"] = arguments_of(folder, use_cpu=True)
-    exec(shown, names)
-    return [entry["loss"] for entry in names["trainer"].state.log_history if "loss" in entry]
+def losses_of(trainer):
+    """Return the losses that a Trainer has logged."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def test_the_trainer_of_the_page(tmp_path, caplog):
     caplog.set_level("INFO", "megatron_eopt")
-    found = shown_trainer(tmp_path / "page")
+    module = example("hugging_face_trainer")
+    page = (ROOT / "docs/how_to/other_trainers.md").read_text()
+    (shown,) = (text for _, text in blocks(page, "python") if "MuonTrainer(" in text)
+    names = {"model": module.make_model("llama"), "data": module.make_data()}
+    names["arguments"] = arguments_of(tmp_path / "page", use_cpu=True)
+    exec(shown, names)
+    found = losses_of(names["trainer"])
     assert "| model.layers.*.mlp.up_proj.weight (2)" in caplog.text
     assert "is not applied" not in caplog.text  # the Trainer clips
-    module = example("hugging_face_trainer")
     options = {"use_cpu": True, "disable_tqdm": True}
     assert found == module.train(module.make_model("llama"), str(tmp_path / "other"), **options)
     assert found[-1] < found[0] - 0.2
@@ -239,8 +237,7 @@ def test_torchtitan_trains():
     pytest.importorskip("torchtitan")
     model, losses = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 32), nn.Linear(32, 64)), []
     settings = example("torchtitan_optimizer").MuonOptimizers.Config
-    chosen = settings(file=f"{ROOT}/examples/muon_on_fsdp2.yaml")
-    optimizers = chosen.build(model_parts=[model])
+    optimizers = settings(file=f"{ROOT}/examples/muon_on_fsdp2.yaml").build(model_parts=[model])
     for _ in range(8):
         optimizers.load_state_dict(optimizers.state_dict())
         losses.append(nn.functional.cross_entropy(model(torch.arange(64)), torch.arange(64)))

@@ -71,8 +71,7 @@ def test_interrupted_and_gone_on_with(tmp_path):
     before = len(log.read_text())
     printed = output_of(*command(out, steps), timeout=180)
     iterations = [int(i) for i in re.findall(r"iteration +(\d+)/", log.read_text()[before:])]
-    assert min(iterations) == saved + 1
-    assert max(iterations) == steps
+    assert (min(iterations), max(iterations)) == (saved + 1, steps)
     assert f"step {saved}: checkpoint loaded" in printed
     assert f"step {steps} of {steps}: loss " in printed
     assert re.search(r"Held-out loss: \d+\.\d+", printed)

@@ -62,8 +62,7 @@ def test_each_group_takes_its_rates_from_one_place(saved, name):
 
 
 def test_a_group_that_only_the_checkpoint_has_is_told(saved):
-    flags = ["--use-checkpoint-opt_param-scheduler"]
-    assert "--decoupled-lr" in resumed(_error_of, saved, flags)
+    assert "--decoupled-lr" in resumed(_error_of, saved, ["--use-checkpoint-opt_param-scheduler"])
 
 
 @pytest.mark.parametrize("text", ["", "three"])

@@ -89,8 +89,7 @@ def _of_megatron(some: list[Cell], folder: str) -> dict[Cell, str]:
         into = Path(folder, str(number))
         if distributed.get_rank() == 0:
             into.mkdir()
-        run = build(cell.case, _to_domain_of(cell))
-        results[cell] = _stopped_and_gone_on(cell, run, into)
+        results[cell] = _stopped_and_gone_on(cell, into)
         forget_wrapped_models()
     return results
 
@@ -116,14 +115,13 @@ def _change(change: Callable[[Tensor], Tensor], model: torch.nn.Module) -> None:
             param.data.copy_(change(param.data.float()))
 
 
-def _stopped_and_gone_on(cell: Cell, run: tuple[Any, Any], folder: Path) -> str:
-    case = cell.case
+def _stopped_and_gone_on(cell: Cell, folder: Path) -> str:
+    case, run = cell.case, build(cell.case, _to_domain_of(cell))
     steps(case, *run, 0, 2)
     write(case, *run, folder)
     steps(case, *run, 2, 4)
     expected = full_state(case, *run)
-    prepare = _to_domain_of(cell)
-    chunk, optimizer = resume(case, folder, dist_checkpointing.load, prepare)
+    chunk, optimizer = resume(case, folder, dist_checkpointing.load, _to_domain_of(cell))
     steps(case, chunk, optimizer, 2, 4)
     return _told(differences(expected, full_state(case, chunk, optimizer)))
 

@@ -3,27 +3,25 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 
 import pytest
 
-from tests.functional.script import ROOT, SCRIPT, TINY, _run_once, losses, train
-from tests.harness import RankError, run_ranks
+from tests.functional.script import ROOT, SCRIPT, TINY, losses, train
+from tests.functional.slurm_cluster import free_ports
+from tests.harness import RankError
 
 # many steps, so that the signal falls into training
-LONG = [*TINY, *"--optimizer muon --use-distributed-optimizer --train-iters 2000".split()]
+LONG = "--optimizer muon --use-distributed-optimizer --train-iters 2000".split()
 LONG += "--lr-decay-iters 2000 --hidden-dropout 0.1 --attention-dropout 0.1".split()
 LONG += "--ckpt-format torch_dist --exit-signal-handler".split()
 
 
 def start_ranks(flags: list[str]) -> list[subprocess.Popen[str]]:
     """Start two ranks as a launcher does."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    (port,) = free_ports(1)
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     common |= {"MEGATRON_EOPT_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
     common |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return [
@@ -43,7 +41,7 @@ def start_ranks(flags: list[str]) -> list[subprocess.Popen[str]]:
 @pytest.mark.long
 def test_one_rank_gets_sigterm_and_all_save_what_a_second_run_goes_on_from(tmp_path):
     folder = tmp_path / "checkpoints"
-    ranks = start_ranks([*LONG, "--save", str(folder), "--save-interval", "2000"])
+    ranks = start_ranks([*TINY, *LONG, "--save", str(folder), "--save-interval", "2000"])
     output = ""
     try:
         # the last rank prints, the first one is told
@@ -60,23 +58,19 @@ def test_one_rank_gets_sigterm_and_all_save_what_a_second_run_goes_on_from(tmp_p
     assert len(losses(output)) == saved >= 3
 
     end = [*LONG, "--exit-interval", str(saved + 3)]
-    undisturbed = losses("".join(run_ranks(2, _run_once, end, cpu=False, timeout=240)))
-    going_on = [*end, "--load", str(folder)]
-    resumed = losses("".join(run_ranks(2, _run_once, going_on, cpu=False, timeout=120)))
+    undisturbed = losses(train(*end, timeout=240))
+    resumed = losses(train(*end, "--load", str(folder)))
     assert losses(output) == undisturbed[:saved]
     assert len(resumed) == 3
     # the trainer's second report after a resume is the mean of two losses
     assert resumed[::2] == undisturbed[saved:][::2]
 
 
-# one step leaves weights whose products do not fit into float32
-DIVERGING = "--optimizer muon --lr 1e30 --clip-grad 0".split()
-
-
 def test_without_the_trainers_check_the_optimizer_refuses_on_every_rank():
-    flags = ["--no-check-for-nan-in-loss-and-grad", "--tensor-model-parallel-size", "2"]
+    # one step leaves weights whose products do not fit into float32
+    flags = "--optimizer muon --lr 1e30 --clip-grad 0 --no-check-for-nan-in-loss-and-grad".split()
     with pytest.raises(RankError) as raised:
-        train(*DIVERGING, *flags)
+        train(*flags, "--tensor-model-parallel-size", "2")
     found = re.findall(r"NonFiniteError: (.*)", str(raised.value))
     assert len(found) == 2
     assert found[0] == found[1]

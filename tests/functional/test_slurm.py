@@ -99,8 +99,7 @@ def submit(
     folder.mkdir()
     environment = {**environment, "RUN_DIR": str(folder / "run"), **variables}
     options = ["--parsable", "--gpus-per-node=1", f"--output={folder / 'log'}", f"--chdir={ROOT}"]
-    number = slurm(environment, "sbatch", *options, JOB, *flags)
-    return Job(environment, folder, number)
+    return Job(environment, folder, slurm(environment, "sbatch", *options, JOB, *flags))
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +144,7 @@ def test_after_a_nodes_failure_it_loses_at_most_an_interval(environment, undistu
 
 @pytest.mark.parametrize("how", ["a path", "a module"])
 def test_a_script_of_others_trains_as_through_the_launcher(environment, tmp_path, how):
-    name = "tests.functional.upstream_style_gpt"
-    script = str(STOCK_SCRIPT) if how == "a path" else f"-m {name}"
+    script = str(STOCK_SCRIPT) if how == "a path" else "-m tests.functional.upstream_style_gpt"
     flags = [*FLAGS, "--train-iters", "8", "--muon-momentum", "0.8", "--print-optimizer-routing"]
     job = submit(environment, tmp_path / "job", flags, SCRIPT=script)
     assert job.end() == "COMPLETED", job.log[-3000:]
@@ -159,8 +157,7 @@ def test_a_script_of_others_trains_as_through_the_launcher(environment, tmp_path
 def test_a_load_of_another_run_is_for_the_first_start(environment, undisturbed, tmp_path):
     other = str(undisturbed.folder / "run" / "checkpoints")
     flags = [*FLAGS, "--train-iters", str(2 * STEPS), "--load", other]
-    flags += ["--override-opt-param-scheduler"]
-    job = submit(environment, tmp_path / "job", flags)
+    job = submit(environment, tmp_path / "job", [*flags, "--override-opt-param-scheduler"])
     job.reach(STEPS + 5)
     slurm(environment, "scancel", "--signal=USR1", job.number)
     job.go_on()

@@ -37,15 +37,11 @@ ELSEWHERE = {
 """Blocks with such a text are parsed alone, by test_docs.py; here is what runs instead."""
 
 
-EXAMPLE = "sign_per_matrix"
-
-
 def readers_own() -> dict[str, Any]:
     """Return the names that snippets take from the reader's program."""
     chunk = wrap_ddp(tiny_gpt(layers=1), use_distributed_optimizer=True)
     config = EmergingOptimizerConfig(optimizer="muon", lr=2e-3, use_distributed_optimizer=True)
-    optimizer = get_megatron_optimizer(config, [chunk])
-    train_step([chunk], optimizer, [synthetic_batch(0)])
+    train_step([chunk], get_megatron_optimizer(config, [chunk]), [synthetic_batch(0)])
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -110,5 +106,6 @@ def test_snippets_run(name):
             # a process of the harness has no GPU
             code = compile("\n" * (line - 1) + text.replace('"cuda"', '"cpu"'), name, "exec")
             if "register_optimizer(" in text:
-                entries().pop(EXAMPLE, None)  # the page shows two ways to register one name
+                # the page shows two ways to register one name
+                entries().pop("sign_per_matrix", None)
             exec(code, own)

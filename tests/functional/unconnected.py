@@ -12,9 +12,8 @@ from megatron_eopt.hugging_face import MuonTrainer
 
 if __name__ == "__main__":
     model = torch.nn.Linear(4, 4)
-    arguments = transformers.TrainingArguments(sys.argv[1], report_to=[])
     try:
-        MuonTrainer(model, arguments)
+        MuonTrainer(model, transformers.TrainingArguments(sys.argv[1], report_to=[]))
     except ConfigurationError as error:
         sys.stderr.write(f"said: {error}\n")
     accelerate.Accelerator()

@@ -60,8 +60,7 @@ def train_valid_test_datasets_provider(num_samples, vp_stage=None):
         eod_mask_loss=False,
         create_attention_mask=True,
     )
-    builder = BlendedMegatronDatasetBuilder(MockGPTDataset, num_samples, lambda: True, config)
-    return builder.build()
+    return BlendedMegatronDatasetBuilder(MockGPTDataset, num_samples, lambda: True, config).build()
 
 
 train_valid_test_datasets_provider.is_distributed = True

@@ -52,9 +52,8 @@ def run(folder: Path, *flags: str) -> str:
 def test_torchrun_restarts_all_when_a_worker_has_died(tmp_path, record_property):
     hook = tmp_path / "dies.py"
     hook.write_text(DIES.format(deaths=DEATHS))
-    undisturbed = run(tmp_path / "undisturbed")
-    assert run(tmp_path / "restarted", "--import", str(hook)) == undisturbed
-    last = "iter_0000010"
-    assert not differing(tmp_path / "undisturbed" / last, tmp_path / "restarted" / last)
+    whole, restarted = tmp_path / "undisturbed", tmp_path / "restarted"
+    assert run(whole) == run(restarted, "--import", str(hook))
+    assert not differing(whole / "iter_0000010", restarted / "iter_0000010")
     outcome = {"resumed from the last complete checkpoint": DEATHS}
     record_faults("a worker of torchrun dies in a step", outcome, record_property)

@@ -40,6 +40,8 @@ LIMIT_S = 300.0
 """Within this time all ranks have ended."""
 
 BEFORE, ITERATION, TRACKER = "iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt"
+ERRORS = {"no space": errno.ENOSPC, "read-only": errno.EROFS}
+LONG_FILES = "no space in the middle of a file"
 
 ASYNC = "--async-save --async-strategy mcore".split()
 KINDS = {
@@ -64,8 +66,8 @@ def command(flags: list[str], folder: Path) -> list[str]:
     return [*TINY, *flags, "--train-iters", "4", *saving]
 
 
-def watching(folder: Path, act: Callable[[Place, Path], object]) -> Callable[[], None]:
-    """Call ``act`` before each operation of this rank in the save; return what ends this."""
+def watched(flags: list[str], folder: Path, act: Callable[[Place, Path], object]) -> str:
+    """Run; call ``act`` before each operation of this rank in the save. Return the output."""
     rank, is_on = distributed.get_rank(), [True]
 
     def hook(event: str, args: tuple[object, ...]) -> None:
@@ -81,22 +83,17 @@ def watching(folder: Path, act: Callable[[Place, Path], object]) -> Callable[[],
             act(Place(rank, event, known), folder / path)
 
     sys.addaudithook(hook)
-    return is_on.clear
+    try:
+        return _run_once(command(flags, folder))
+    finally:
+        is_on.clear()
 
 
 def places_of(flags: list[str], folder: Path) -> tuple[list[Place], str]:
     """Save undisturbed; return this rank's operations, and the output."""
     found: dict[Place, None] = {}
-    end = watching(folder, lambda place, _: found.setdefault(place))
-    try:
-        printed = _run_once(command(flags, folder))
-    finally:
-        end()
+    printed = watched(flags, folder, lambda place, _: found.setdefault(place))
     return list(found), printed
-
-
-ERRORS = {"no space": errno.ENOSPC, "read-only": errno.EROFS}
-LONG_FILES = "no space in the middle of a file"
 
 
 @dataclass(frozen=True)
@@ -130,11 +127,7 @@ def suffer(flags: list[str], folder: Path, fault: Fault) -> None:
         if place == fault.place and next(left) == 0:
             inflict(fault, path, process)
 
-    end = watching(folder, act)
-    try:
-        _run_once(command(flags, folder))
-    finally:
-        end()
+    watched(flags, folder, act)
 
 
 def outcome_of(flags: list[str], folder: Path, fault: Fault) -> str:
@@ -163,8 +156,7 @@ def loaded_from(flags: list[str], folders: list[Path]) -> list[str]:
             digest = hashlib.blake2b(repr(done[0]).encode())
             for tensor in held(optimizer):
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                flat = local.reshape(-1).contiguous()
-                digest.update(flat.view(torch.uint8).numpy().tobytes())
+                digest.update(local.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
             hashes.append(digest.hexdigest())
         return done
 
@@ -205,17 +197,15 @@ def test_the_last_complete_checkpoint_is_loaded(tmp_path, kind, record_property)
     for path in (clock_set_back / ITERATION).rglob("*"):
         os.utime(path, (0, 0))
     everything = [start, undisturbed, clock_set_back, *folders, start]
-    results = run_ranks(2, loaded_from, flags, everything, cpu=False, timeout=3 * LIMIT_S)
-    for hashes in results:
+    for hashes in run_ranks(2, loaded_from, flags, everything, cpu=False, timeout=3 * LIMIT_S):
         before, after, clock, *loaded, _ = hashes
         assert clock == after != before
         assert loaded == [before if iteration == "2" else after for iteration in at]
     outcomes["the clock is set back before it"]["went on with right bits"] += 1
     # a run goes on over what an unfinished save has left
     last = next(folder for folder, it in zip(folders[::-1], at[::-1], strict=True) if it == "2")
-    resumed = losses(
-        "".join(run_ranks(2, _run_once, command(flags, last), cpu=False, timeout=LIMIT_S))
-    )
+    outputs = run_ranks(2, _run_once, command(flags, last), cpu=False, timeout=LIMIT_S)
+    resumed = losses("".join(outputs))
     # the trainer's second report after a resume is the mean of two losses
     assert (len(resumed), resumed[0]) == (2, expected[2])
     if kind != "torch":

@@ -129,6 +129,5 @@ def test_numbers_that_are_not_finite(case, record_property):
     results = run_ranks(2, suffer, Run(**LOSSES[case]), faults, timeout=900)
     assert results[0] == results[1]
     found = Counter(results[0])
-    title = f"nan or inf on one rank in one or more steps, {case}"
-    record_faults(title, found, record_property)
+    record_faults(f"nan or inf on one rank in one or more steps, {case}", found, record_property)
     assert RIGHT not in found

@@ -23,7 +23,6 @@ CASES = {
     "resident": Case("muon", MODEL, ddp=SHARDED),
     "off-loaded": Case("muon", MODEL, ddp=SHARDED, config=OFF_LOADED),
 }
-LIMIT_S = 300.0
 
 
 @contextmanager
@@ -49,7 +48,7 @@ def suffer(case: Case, victim: int, mb: int) -> None:
 def test_all_ranks_end(name, record_property):
     outcomes = Counter()
     for victim, mb in ((0, 0), (1, 0), (1, 16)):
-        errors = errors_of(suffer, CASES[name], victim, mb, limit_s=LIMIT_S, cpu=True)
+        errors = errors_of(suffer, CASES[name], victim, mb, limit_s=300.0, cpu=True)
         assert errors is not None, (victim, mb)
         # one that cannot even say so is ended by the system
         assert errors.keys() | {victim} == {0, 1}, (victim, mb, errors)

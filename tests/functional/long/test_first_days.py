@@ -4,12 +4,23 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.optimizer import ParamKey
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from megatron_eopt import TorchOptimizerConfig, hugging_face
 from megatron_eopt.fsdp2 import build_optimizer
 from tests.functional.doc_commands import ROOT, blocks, commands_of
 from tests.functional.test_commands import filled_in, shell
 from tests.functional.test_other_trainers import example
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -61,10 +72,6 @@ def test_from_adam_to_muon_and_to_another_layout(tmp_path, record_property):
 
 
 def _rates_of_groups(folder: str) -> tuple[list[float], list[float], set[tuple[str, float]]]:
-    from megatron.core.optimizer import ParamKey
-
-    from megatron_eopt import hugging_face
-
     trainer = example("hugging_face_trainer")
     rates: set[tuple[str, float]] = set()
 
@@ -110,18 +117,11 @@ def test_fsdp2_saves_and_resumes_on_another_number_of_ranks(tmp_path):
         assert float(loss) == pytest.approx(expected[step], rel=1e-3)
 
 
-def _muon_after_adam(folder: str, page: str) -> tuple[bool, bool]:
-    """Run the page's snippet; return whether momenta are zero, and second moments Adam's."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import (
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from megatron_eopt import TorchOptimizerConfig
+@on_ranks(2)
+def test_muon_takes_over_a_checkpoint_of_adam_in_an_own_loop(tmp_path):
+    """fsdp.md: the snippet as it stands; momenta are zero, and second moments Adam's."""
+    text = (PAGES / "fsdp.md").read_text()
+    (snippet,) = (text for _, text in blocks(text, "python") if "optim.AdamW(model" in text)
 
     def made() -> torch.nn.Module:
         torch.manual_seed(1)
@@ -133,25 +133,15 @@ def _muon_after_adam(folder: str, page: str) -> tuple[bool, bool]:
     adam = torch.optim.AdamW(model.parameters())
     model(torch.arange(32).view(2, 16)).square().mean().backward()
     adam.step()
-    dcp.save({"optimizer": get_optimizer_state_dict(model, adam)}, checkpoint_id=folder)
-    names = {"torch": torch, "dcp": dcp, "model": again, "folder": folder}
-    names |= {"TorchOptimizerConfig": TorchOptimizerConfig, "build_optimizer": build_optimizer}
-    names |= {"get_optimizer_state_dict": get_optimizer_state_dict}
-    names |= {"set_optimizer_state_dict": set_optimizer_state_dict}
-    exec(page, names)
+    dcp.save({"optimizer": get_optimizer_state_dict(model, adam)}, checkpoint_id=tmp_path)
+    names = {"torch": torch, "dcp": dcp, "model": again, "folder": str(tmp_path)}
+    imported = (TorchOptimizerConfig, build_optimizer, get_optimizer_state_dict)
+    names |= {one.__name__: one for one in (*imported, set_optimizer_state_dict)}
+    exec(snippet, names)
     state = names["optimizer"].state
-
-    momentum = state[again.blocks[0].up.weight]["momentum_buffer"].full_tensor()
+    assert not state[again.blocks[0].up.weight]["momentum_buffer"].full_tensor().any()
     mine, theirs = state[again.embedding.weight], adam.state[model.embedding.weight]
-    pair = (its["exp_avg_sq"].full_tensor() for its in (mine, theirs))
-    return not momentum.any(), torch.equal(*pair)
-
-
-def test_muon_takes_over_a_checkpoint_of_adam_in_an_own_loop(tmp_path):
-    """fsdp.md: the snippet as it stands."""
-    text = (PAGES / "fsdp.md").read_text()
-    (snippet,) = (text for _, text in blocks(text, "python") if "optim.AdamW(model" in text)
-    assert run_ranks(2, _muon_after_adam, str(tmp_path), snippet) == [(True, True)] * 2
+    assert torch.equal(*(its["exp_avg_sq"].full_tensor() for its in (mine, theirs)))
 
 
 def test_an_own_optimizer_is_compared(tmp_path):

@@ -95,15 +95,13 @@ class Start:
         self._name = uuid.uuid4().hex
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(SCRIPT)]
-        command += [*TINY, *RUN, "--train-iters", str(ITERATIONS)]
-        command += ["--save", str(folder), "--load", str(folder)]
-        command += ["--save-interval", str(SAVE_INTERVAL)]
+        command += [*TINY, *RUN, "--save", str(folder), "--load", str(folder)]
+        command += ["--train-iters", str(ITERATIONS), "--save-interval", str(SAVE_INTERVAL)]
         environment = {"MEGATRON_EOPT_DEVICE": "cpu", "PYTHONUNBUFFERED": "1", MARK: self._name}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         with log.open("w") as file:
-            streams = {"stdout": file, "stderr": subprocess.STDOUT}
-            everything = {**os.environ, **environment}
-            self._process = subprocess.Popen(command, env=everything, cwd=ROOT, **streams)
+            how = {"stdout": file, "stderr": subprocess.STDOUT, "env": os.environ | environment}
+            self._process = subprocess.Popen(command, cwd=ROOT, **how)
 
     def __enter__(self) -> "Start":
         return self

@@ -69,10 +69,9 @@ class Megatron:
 
     def _state(self, content: int) -> dict[str, Any]:
         place = (0, distributed.get_rank(), distributed.get_world_size())
-        weights = {f"weight{n}": torch.full((2000,), float(content)) for n in range(3)}
         return {
-            name: ShardedTensor.from_rank_offsets(name, weight, place)
-            for name, weight in weights.items()
+            name: ShardedTensor.from_rank_offsets(name, torch.full((2000,), float(content)), place)
+            for name in ("weight0", "weight1", "weight2")
         }
 
     def save(self, folder: Path, content: int) -> None:

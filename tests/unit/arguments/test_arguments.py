@@ -59,8 +59,7 @@ def test_given_flags_win(defaults):
     flags = "--muon-momentum 0.8 --no-muon-split-mla --muon-no-split-qkv --soap-shampoo-beta 0.5"
     config, _ = config_from_args(parse("--optimizer-defaults", defaults, *flags.split()))
     assert (config.muon_momentum, config.soap_shampoo_beta) == (0.8, 0.5)
-    assert not config.muon_split_mla
-    assert not config.muon_split_qkv
+    assert (config.muon_split_mla, config.muon_split_qkv) == (False, False)
 
 
 # in another process, because an optimizer of a file stays registered

@@ -8,6 +8,7 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from tests.harness import run_ranks
 from tests.harness.models import assert_same, copies_of
+from tests.harness.tiers import mostly_long
 from tests.unit.contracts import callers
 from tests.unit.contracts.callers import STORAGES, build, elsewhere, gradients, main_params, train
 
@@ -77,20 +78,14 @@ def _same_training(storage: str, dtype: str) -> None:
         assert [scale for *_, scale in plain.steps] == [64.0, 128.0, 128.0, 256.0]
         return
     for name, move in AFTER_A_STEP.items():
-        moved = train(STORAGES[storage], dtype, after_step=move)
         try:
-            plain.assert_equals(moved)
+            plain.assert_equals(train(STORAGES[storage], dtype, after_step=move))
         except AssertionError as error:
             raise AssertionError(f"after moving {name}: {error}") from error
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16", "float16"]
-)
-@pytest.mark.parametrize(
-    "storage",
-    [pytest.param(name, marks=pytest.mark.long if name in ALIKE else []) for name in STORAGES],
-)
+@pytest.mark.parametrize("dtype", mostly_long(callers.PRECISIONS, "bfloat16", "float16"))
+@pytest.mark.parametrize("storage", mostly_long(STORAGES, *(STORAGES.keys() - ALIKE)))
 def test_training_goes_on_as_if_nothing_had_been_moved_or_read(storage, dtype):
     run_ranks(STORAGES[storage].world, _same_training, storage, dtype)
 

@@ -143,8 +143,7 @@ PARTS = ("layers.0", "layers.1")
 def only(chunk, part):
     """Let the parameters of one part require gradients, None for all."""
     for name, param in chunk.named_parameters():
-        first = PARTS[0] in name
-        param.requires_grad = part is None or (first == (part == PARTS[0]))
+        param.requires_grad = part is None or (PARTS[0] in name) == (part == PARTS[0])
 
 
 def two_parts(sharded, dtype=torch.float32, *, plain_ddp=False, **ddp):

@@ -218,14 +218,11 @@ def embeddings_at_half(model_chunks: Any, config: Any, config_overrides: Any) ->
 
 
 def _means_the_same_as_overrides(storage: str) -> None:
-    outcomes = []
-    for by_replacing in (True, False):
+    outcomes, half = [], {ParamKey(name="*word_embeddings*"): {"max_lr": 0.5}}
+    for by, own in ((embeddings_at_half, None), (ORIGINAL, half)):
         chunk, optimizer = build(STORAGES[storage])
-        config, overrides = optimizer.config, None
-        if not by_replacing:
-            own = {ParamKey(name="*word_embeddings*"): {"max_lr": 0.5}}
-            overrides = {**get_standard_config_overrides(config), **own}
-        by = embeddings_at_half if by_replacing else ORIGINAL
+        config = optimizer.config
+        overrides = own and {**get_standard_config_overrides(config), **own}
         with mock.patch.object(megatron_optimizer, "_get_param_groups", by):
             optimizer = get_megatron_optimizer(config, [chunk], overrides)
         for group in optimizer.param_groups:

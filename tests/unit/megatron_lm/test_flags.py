@@ -8,6 +8,7 @@ import re
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,17 +19,15 @@ from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 
 TRAINERS = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 1".split()
+check = validating_known_flags(lambda args, defaults: args)
 
 
 def parsed(flags: list[str], provider: Any = None) -> argparse.Namespace:
-    argv, sys.argv = sys.argv, ["script.py", *TRAINERS, *flags]
-    try:
-        with megatron_lm.install():
-            from megatron.training.arguments import parse_args
+    argv = mock.patch.object(sys, "argv", ["script.py", *TRAINERS, *flags])
+    with argv, megatron_lm.install():
+        from megatron.training.arguments import parse_args
 
-            return parse_args(provider)
-    finally:
-        sys.argv = argv
+        return parse_args(provider)
 
 
 def scripts_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -74,8 +73,6 @@ def test_the_scripts_own_flags_and_defaults_are_respected():
     with pytest.raises(ConfigurationError, match="--transformer-impl='transformer_engine'"):
         parsed([], scripts_own)
 
-
-check = validating_known_flags(lambda args, defaults: args)
 
 SAVES = {"async_save": True, "use_persistent_ckpt_worker": True}
 MUON = {"optimizer": "muon", "transformer_impl": "local", "qk_clip": False}

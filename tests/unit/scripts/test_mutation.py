@@ -19,6 +19,8 @@ from tests.faults.trial import Ended
 from tests.harness import RankError, run_ranks
 
 FILE = "megatron_eopt/layouts/some.py"
+CHANGE = Change(FILE, "digest", "f", "number", (10, 12), (0, 1), "2")
+FAST, SLOW = Timed("tests/unit/layouts/test_plan.py::a", 1.0), Timed("tests/b.py::b", 30.0)
 
 
 def parts(text):
@@ -68,8 +70,7 @@ def test_constants_outside_functions_stay_but_not_defaults():
 def test_the_lines_of_a_statement_are_its_own():
     text = "def f(é):\n    if (\n        é\n        > 0\n    ):\n        return 1\n"
     places = {change.new: change.lines for change in changes_of(FILE, text)}
-    assert places["(é >= 0)"] == (2, 5)
-    assert places["None"] == (6, 6)
+    assert (places["(é >= 0)"], places["None"]) == ((2, 5), (6, 6))
     (bound,) = (it for it in changes_of(FILE, text) if it.new == "(é >= 0)")
     assert bound.applied(text).splitlines()[2] == "        (é >= 0)"
     assert "+        (é >= 0)" in bound.diff(text)
@@ -105,10 +106,6 @@ def test_worker_processes_tell_what_they_execute(fails, tmp_path):
     source, first = inspect.getsourcelines(Layout.slabs)
     lines = executed(log)["megatron_eopt/layouts/layout.py"]
     assert {*range(first, first + len(source))} & {*lines}
-
-
-CHANGE = Change(FILE, "digest", "f", "number", (10, 12), (0, 1), "2")
-FAST, SLOW = Timed("tests/unit/layouts/test_plan.py::a", 1.0), Timed("tests/b.py::b", 30.0)
 
 
 def known(before=(), **lines):

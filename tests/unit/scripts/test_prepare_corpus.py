@@ -34,11 +34,9 @@ def test_every_byte_lands_in_one_split(capsys, tmp_path, texts):
     out = tmp_path / "corpus"
     code, said = prepare(capsys, tmp_path / "texts", "--out", out, "--exclude", "skipped")
     assert code == 0, said
-    documents = []
-    for split in ("train", "valid", "test"):
-        dataset = IndexedDataset(str(out / split))
-        assert len(dataset) > 0
-        documents += [dataset[i].copy() for i in range(len(dataset))]
+    splits = [IndexedDataset(str(out / split)) for split in ("train", "valid", "test")]
+    assert all(len(split) > 0 for split in splits)
+    documents = [split[i].copy() for split in splits for i in range(len(split))]
     assert all(document[-1] == 256 for document in documents)
     read = sorted(document[:-1].astype(np.uint8).tobytes() for document in documents)
     given = [content for name, content in texts.items() if content and "skipped" not in name]
