@@ -91,27 +91,21 @@ def test_stocks_buckets_load_with_any_data_parallelism(tmp_path, ranks, layout, 
             )
 
 
-def refusal(case: Case, folder: str) -> str:
-    """Return the error of a load, which changes nothing."""
+def refused(case: Case, folder: str) -> None:
+    """Try to load, which changes nothing."""
     chunk, optimizer = build(case)
     before = [param.detach().clone() for param in chunk.parameters()]
     asked = full_state.sharded(case, chunk, optimizer, is_loading=True)
-    try:
+    with pytest.raises(ValueError, match=r"do not fill its buckets.*save once"):
         checkpoints.load(asked, folder)
-    except ValueError as error:
-        assert all(map(torch.equal, before, chunk.parameters()))
-        return str(error)
-    return ""
+    assert all(map(torch.equal, before, chunk.parameters()))
 
 
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("muon", marks=pytest.mark.long)])
 def test_another_layout_is_refused_with_the_way_out(tmp_path, optimizer):
     run_ranks(2, written, [replace(OF_STOCK[0], parallel={"tp": 2})], str(tmp_path))
     for ranks, parallel in ((1, {}), (2, {}), (2, {"pp": 2})):
-        case = Case(optimizer, BF16, parallel)
-        for error in run_ranks(ranks, refusal, case, str(tmp_path / "0")):
-            assert "do not fill its buckets" in error
-            assert "save once" in error
+        run_ranks(ranks, refused, Case(optimizer, BF16, parallel), str(tmp_path / "0"))
 
 
 def saved_as_asked(case: Case, folder: str) -> dict[Any, torch.Tensor]:
