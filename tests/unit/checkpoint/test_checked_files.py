@@ -20,7 +20,7 @@ from torch import distributed
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_eopt import checkpoints
-from megatron_eopt.base.agreement import CheckpointError
+from megatron_eopt.base.agreement import CheckpointError, gather_objects
 from megatron_eopt.guard.contents import CONFIG, METADATA, RANK_FILE, read_metadata
 from megatron_eopt.guard.files import (
     LIST,
@@ -33,7 +33,7 @@ from megatron_eopt.guard.files import (
     is_part_of_a_checkpoint,
     write_list,
 )
-from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.unit.checkpoint.test_pieces import Training
 
 RANK_FILES = [f"mp_rank_0{rank}/{RANK_FILE}" for rank in range(2)]
@@ -289,8 +289,11 @@ def test_lists_of_earlier_versions_stay_valid(tmp_path, start, slices, expected)
     assert fingerprint(path, slices) == expected
 
 
-def load_mixed(first: Path, second: Path, delayed: bool) -> list[tuple[str, str]]:
-    """Save twice, load with each file of the other save, then as it was; return the errors."""
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "asynchronous"])
+@on_ranks(2, timeout=120)
+def test_a_program_that_saves_with_it_is_told(tmp_path, delayed):
+    """Save twice, load with each file of the other save, then as it was."""
+    first, second = tmp_path / "first", tmp_path / "second"
     training = Training(True, "muon")
     for number, folder in enumerate((first, second)):
         training.step(number + 1)
@@ -323,13 +326,6 @@ def load_mixed(first: Path, second: Path, delayed: bool) -> list[tuple[str, str]
     checkpoints.load(training.state(is_loading=True), second)
     checkpoints.load(training.state(is_loading=True), first)
     dist_checkpointing.load(training.state(is_loading=False), str(first))
-    return errors
-
-
-@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "asynchronous"])
-def test_a_program_that_saves_with_it_is_told(tmp_path, delayed):
-    folders = tmp_path / "first", tmp_path / "second"
-    errors, others = run_ranks(2, load_mixed, *folders, delayed, timeout=120)
-    assert errors == others
+    assert gather_objects(errors) == [errors, errors]
     assert {"__0_0.distcp", "__1_0.distcp"} <= {name for name, _ in errors}
     assert all(f"/{name}'" in error for name, error in errors)

@@ -15,6 +15,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
 from torch.distributed import checkpoint
 
 from megatron_eopt import ConfigurationError
+from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.checkpoint.catalogue import Catalogue
 from megatron_eopt.checkpoint.fsdp_dtensor import match
 from megatron_eopt.checkpoint.keys import Saved
@@ -126,24 +127,6 @@ def test_a_run_goes_on(saved, world, ddp, tolerance, names):
         assert found <= tolerance, (name, found)
 
 
-def keys_of_state(run: Run) -> list[str]:
-    chunk = make_chunk(run)
-    optimizer = make_optimizer(run, chunk)
-    momenta = [its for its in optimizer.chained_optimizers[0].optimizer.state.values() if its]
-    before = [{kind: value.dtype for kind, value in its.items()} for its in momenta]
-    state = optimizer.sharded_state_dict({}, metadata=FORM)["state"]
-    # a load takes momentum in float32; a save leaves it in few bits
-    assert [{kind: value.dtype for kind, value in its.items()} for its in momenta] == before
-    # by the keyword of earlier releases, too
-    form = FORM["distrib_optim_sharding_type"]
-    assert optimizer.sharded_state_dict({}, sharding_type=form)["state"].keys() == state.keys()
-    empty = [n for n, p in chunk.named_parameters() if not p.to_local().numel()]
-    assert empty
-    with pytest.raises(ConfigurationError, match="ckpt_format"):
-        optimizer.sharded_state_dict({}, metadata={})
-    return sorted(f"{name}: {kind}" for name, values in state.items() for kind in values)
-
-
 BF16_MOMENTUM = {"muon_momentum_dtype": "bf16"}
 
 
@@ -151,14 +134,28 @@ BF16_MOMENTUM = {"muon_momentum_dtype": "bf16"}
     ("optimizer", "fields"),
     [("muon", {}), ("muon", BF16_MOMENTUM), pytest.param("adam", {}, marks=pytest.mark.long)],
 )
+@on_ranks(4)
 def test_every_rank_asks_for_the_same(optimizer, fields):
     """Finding out who holds what is collective, so that a missing key would be a deadlock."""
     run = Run(model={**DENSE, "layers": 1}, config={"optimizer": optimizer} | fields)
-    first, *others = run_ranks(4, keys_of_state, run)
-    assert all(other == first for other in others)
+    chunk = make_chunk(run)
+    its = make_optimizer(run, chunk)
+    momenta = [held for held in its.chained_optimizers[0].optimizer.state.values() if held]
+    before = [{kind: value.dtype for kind, value in held.items()} for held in momenta]
+    state = its.sharded_state_dict({}, metadata=FORM)["state"]
+    # a load takes momentum in float32; a save leaves it in few bits
+    assert [{kind: value.dtype for kind, value in held.items()} for held in momenta] == before
+    # by the keyword of earlier releases, too
+    form = FORM["distrib_optim_sharding_type"]
+    assert its.sharded_state_dict({}, sharding_type=form)["state"].keys() == state.keys()
+    assert any(not param.to_local().numel() for param in chunk.parameters())
+    with pytest.raises(ConfigurationError, match="ckpt_format"):
+        its.sharded_state_dict({}, metadata={})
+    asked = {f"{name}: {kind}" for name, values in state.items() for kind in values}
+    assert gather_objects(asked) == [asked] * 4
     kind = "momentum_buffer" if optimizer == "muon" else "exp_avg"
     fc1 = "module.module.decoder.layers.0.mlp.linear_fc1.weight"
-    assert {f"{fc1}_w: {kind}", f"{fc1}_v: {kind}"} <= set(first)
+    assert {f"{fc1}_w: {kind}", f"{fc1}_v: {kind}"} <= asked
 
 
 def storage_of(*readers: tuple[str, dict[str, Any], set[str]], steps: int = 0) -> Any:

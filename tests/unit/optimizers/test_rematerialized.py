@@ -6,7 +6,6 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.optimizers.muon import TensorParallelMuon
-from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 
@@ -35,9 +34,30 @@ def piece_of(matrix, dim, padding):
     return padded.chunk(pieces)[number].contiguous(), counted
 
 
-def check_updates(tp, gtp, dim, padding):
-    """Compare this rank's updates with the reference, and their padding with zero."""
-    initialize_megatron(tp=tp, gtp=gtp)
+def _alone(matrix):
+    return muon().scaled_orthogonalize_fn(matrix)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp", "dim", "padding"),
+    [
+        pytest.param(4, 1, -1, 8, id="alone"),
+        pytest.param(4, 1, -1, 200, id="padding on three ranks"),
+        pytest.param(4, 2, 0, 4, id="rows"),
+        pytest.param(4, 2, 1, 8, id="columns"),
+        pytest.param(8, 2, 0, 20, id="rows, more pieces", marks=pytest.mark.long),
+        pytest.param(8, 4, 0, 2, id="rows, more slabs", marks=pytest.mark.long),
+        pytest.param(8, 2, 1, 8, id="columns, more pieces", marks=pytest.mark.long),
+        pytest.param(8, 4, 1, 8, id="columns, more slabs", marks=pytest.mark.long),
+    ],
+)
+@on_ranks("ranks")
+def test_every_mode_gives_the_rows_of_the_whole_update(ranks, tp, dim, padding):
+    """Compare this rank's updates with the reference, and their padding with zero.
+
+    Blockwise, which changes updates, takes each rank's rows for a matrix.
+    """
+    initialize_megatron(tp=tp, gtp=ranks // tp)
     collection = ProcessGroupCollection.use_mpu_process_groups()
     piece, counted = piece_of(whole(), dim, padding)
     param = torch.nn.Parameter(piece.clone())
@@ -61,28 +81,6 @@ def check_updates(tp, gtp, dim, padding):
         ):
             assert (update - expected).abs().max() < 1e-5, (mode, name)
             assert not update[counted:].any(), (mode, name)
-
-
-def _alone(matrix):
-    return muon().scaled_orthogonalize_fn(matrix)
-
-
-@pytest.mark.parametrize(
-    ("tp", "gtp", "dim", "padding"),
-    [
-        pytest.param(1, 4, -1, 8, id="alone"),
-        pytest.param(1, 4, -1, 200, id="padding on three ranks"),
-        pytest.param(2, 2, 0, 4, id="rows"),
-        pytest.param(2, 2, 1, 8, id="columns"),
-        pytest.param(2, 4, 0, 20, id="rows, more pieces", marks=pytest.mark.long),
-        pytest.param(4, 2, 0, 2, id="rows, more slabs", marks=pytest.mark.long),
-        pytest.param(2, 4, 1, 8, id="columns, more pieces", marks=pytest.mark.long),
-        pytest.param(4, 2, 1, 8, id="columns, more slabs", marks=pytest.mark.long),
-    ],
-)
-def test_every_mode_gives_the_rows_of_the_whole_update(tp, gtp, dim, padding):
-    """Blockwise, which changes updates, takes each rank's rows for a matrix."""
-    run_ranks(tp * gtp, check_updates, tp, gtp, dim, padding)
 
 
 @pytest.mark.parametrize("mode", ["duplicated", "distributed", "blockwise"])

@@ -1,6 +1,5 @@
 """Each split against what megatron-core's own code does with the fused weight."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -160,27 +159,19 @@ def zeros_after(
     return {name for name, tensor in parts.items() if not tensor.any()}
 
 
-def linear_attention_rank(tp_size: int, build: Any) -> Any:
-    """Return our pieces and what the module's own checkpoint splits its weight into."""
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("build", [modules.gated_delta_net, modules.mamba])
+@on_ranks("tp_size")
+def test_linear_attention_is_split_as_its_checkpoint_is(tp_size: int, build: Any) -> None:
+    """Compare our pieces with what the module's own checkpoint splits its weight into."""
     modules.set_up(tp_size)
     module = build(tp_size)
     param, split = only(module)
     factory = module.sharded_state_dict(metadata=None)["in_proj.weight"]
-    saved = [
-        (piece.key.rpartition(".")[2], piece.global_shape, piece.global_offset[0], piece.data)
-        for piece in factory.build()
-    ]
-    return split, pieces_of(param, split, tp_size), saved
-
-
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("build", [modules.gated_delta_net, modules.mamba])
-def test_linear_attention_is_split_as_its_checkpoint_is(tp_size: int, build: Any) -> None:
-    ranks = run_ranks(tp_size, linear_attention_rank, tp_size, partial(build))
-    split = ranks[0][0]
-    for rank, (_, pieces, saved) in enumerate(ranks):
-        found = zip(split.matrices, pieces, matrix_rows(split, tp_size, rank, 0), strict=True)
-        for (matrix, piece, runs), (name, shape, offset, data) in zip(found, saved, strict=True):
-            assert (matrix.name, matrix.shape) == (name, tuple(shape))
-            assert np.array_equal(piece, data.detach())
-            assert [at for _, at, _ in runs.triples()] == [offset]
+    rows = matrix_rows(split, tp_size, parallel_state.get_tensor_model_parallel_rank(), 0)
+    found = zip(split.matrices, pieces_of(param, split, tp_size), rows, strict=True)
+    for (matrix, piece, runs), saved in zip(found, factory.build(), strict=True):
+        assert matrix.name == saved.key.rpartition(".")[2]
+        assert matrix.shape == tuple(saved.global_shape)
+        assert np.array_equal(piece, saved.data.detach())
+        assert [at for _, at, _ in runs.triples()] == [saved.global_offset[0]]

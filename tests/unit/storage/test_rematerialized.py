@@ -22,7 +22,7 @@ from tests.harness.each_rank import on_ranks
 from tests.harness.models import assert_same, copies_of
 from tests.unit.storage import full_state, runs
 from tests.unit.storage.full_state import Case, build, differences, load, save_one, steps, stopped
-from tests.unit.storage.runs import DENSE, MOE, NORMUON, OVERLAP, PLAIN, REPLICATED, Result, weights
+from tests.unit.storage.runs import DENSE, MOE, NORMUON, OVERLAP, PLAIN, Result, weights
 from tests.unit.storage.test_layouts import TOLERANCE
 
 LONG = pytest.mark.long
@@ -32,17 +32,15 @@ PADDED = {**DENSE, "hidden": 24, "heads": 4, "query_groups": 4}
 
 
 def trained(cases: list[Case]) -> list[Result]:
-    return [ten_steps(case) for case in cases]
-
-
-def ten_steps(case: Case) -> Result:
-    chunk, optimizer = build(case)
-    amplifies = case.optimizer == "soap" or "muon_momentum_dtype" in case.config
-    with alike_factors() if amplifies else nullcontext():
-        returned = steps(case, chunk, optimizer, 0, 10)
-    result = Result(weights(case.run, chunk), returned)
-    forget_megatron()
-    return result
+    results = []
+    for case in cases:
+        chunk, optimizer = build(case)
+        amplifies = case.optimizer == "soap" or "muon_momentum_dtype" in case.config
+        with alike_factors() if amplifies else nullcontext():
+            returned = steps(case, chunk, optimizer, 0, 10)
+        results.append(Result(weights(case.run, chunk), returned))
+        forget_megatron()
+    return results
 
 
 @contextmanager
@@ -75,16 +73,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def cases_of(model: dict[str, Any], storage: dict[str, Any], names: list[str]) -> list[Case]:
-    ddp, config = storage.get("ddp", {}), EXACT | storage.get("config", {})
-    return [
-        Case(name.split()[0], model, ddp=ddp, config=config | OPTIMIZERS[name]) for name in names
-    ]
-
-
-type Layout = tuple[int, dict[str, int]]
-
-CUTS: dict[str, tuple[dict[str, Any], Layout]] = {
+CUTS: dict[str, tuple[dict[str, Any], tuple[int, dict[str, int]]]] = {
     "padded": (PADDED, (2, {"gtp": 2})),
     "tp": (DENSE, (4, {"gtp": 2, "tp": 2})),
     "experts": (MOE, (4, {"gtp": 2, "expert_gtp": 2, "ep": 2})),
@@ -106,9 +95,12 @@ CUTS: dict[str, tuple[dict[str, Any], Layout]] = {
 )
 def test_a_cut_of_rows_changes_no_update(where: str, storage: str, names: list[str]):
     model, (world, parallel) = CUTS[where]
-    fields = REPLICATED if storage == "replicated" else {}
-    names = [name for name in names if storage == "sharded" or name != "soap"]
-    cases = cases_of({**model, "layers": 1}, fields, names)
+    kept = PLAIN if storage == "replicated" else {}
+    cases = [
+        Case(n.split()[0], {**model, "layers": 1}, ddp=kept, config=EXACT | kept | OPTIMIZERS[n])
+        for n in names
+        if storage == "sharded" or n != "soap"
+    ]
     references = run_ranks(1, trained, cases)[0]
     found = run_ranks(world, trained, [replace(case, parallel=parallel) for case in cases])
     for case, reference, *its in zip(cases, references, *found, strict=True):
@@ -165,26 +157,23 @@ def test_other_sizes_are_refused(tmp_path, model, before, ranks, others):
     case = Case("muon", model)
     run_ranks(2, save_one, replace(case, parallel=before), str(tmp_path))
     for world, parallel in others:
-        first, *errors = run_ranks(
-            world, other_rows, replace(case, parallel=parallel), str(tmp_path)
-        )
+        after = replace(case, parallel=parallel)
+        first, *errors = run_ranks(world, other_rows, after, str(tmp_path))
         assert "the rows of its weights" in first
         assert f"was written with weight rematerialization {sizes}" in first
         assert errors == [first] * (world - 1)
 
 
-def save_as_an_earlier_version(case: Case, folder: str) -> None:
-    """Save without the mark of the order of rows, which earlier versions did not have."""
-    with patch.object(optimizer_state, "any_rank", return_value=False):
-        save_one(case, folder)
-
-
+@on_ranks(2)
 def test_state_in_the_order_of_rows_of_an_earlier_version_is_refused(tmp_path):
     case = Case("muon", DENSE_LAYER, {"gtp": 2})
-    run_ranks(2, save_as_an_earlier_version, case, str(tmp_path))
-    for error in run_ranks(2, other_rows, case, str(tmp_path)):
-        assert "in the order of rows of an earlier version" in error
-        assert "--no-load-optim" in error
+    # without the mark of the order of rows, which earlier versions did not have
+    with patch.object(optimizer_state, "any_rank", return_value=False):
+        save_one(case, tmp_path)
+    forget_megatron()
+    error = other_rows(case, str(tmp_path))
+    assert "in the order of rows of an earlier version" in error
+    assert "--no-load-optim" in error
 
 
 @pytest.mark.parametrize(
