@@ -96,21 +96,20 @@ def kinds_of(optimizer):
 
 
 @eager
-def resets(layout, variants, ways, **fields):
+def resets(layout, variant, ways, **fields):
     """Return how far two steps after each reset are from those of a new optimizer."""
     found = {}
-    for variant in variants:
-        for way in ways:
-            model = model_for(variant, layout)
-            optimizer = build(model, variant, **fields)
-            stepped(model, optimizer, *range(STEPS))
-            other = copied(model, layout)
-            reset(optimizer, way, list(optimizer.names))
-            continued = stepped(model, optimizer, *LATER)
-            new = build(other, variant, **fields)
-            found[variant, way] = far(continued, stepped(other, new, *LATER))[0]
-            # the state is there again to be saved
-            assert kinds_of(optimizer) == kinds_of(new)
+    for way in ways:
+        model = model_for(variant, layout)
+        optimizer = build(model, variant, **fields)
+        stepped(model, optimizer, *range(STEPS))
+        other = copied(model, layout)
+        reset(optimizer, way, list(optimizer.names))
+        continued = stepped(model, optimizer, *LATER)
+        new = build(other, variant, **fields)
+        found[variant, way] = far(continued, stepped(other, new, *LATER))[0]
+        # the state is there again to be saved
+        assert kinds_of(optimizer) == kinds_of(new)
     return found
 
 
@@ -120,7 +119,7 @@ def wrong(by_rank):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_cleared_state_is_a_fresh_start(variant):
-    assert not wrong([resets("plain", [variant], WAYS)])
+    assert not wrong([resets("plain", variant, WAYS)])
 
 
 OF_ALL_KINDS = ("muon", "normuon", "int8", "soap", "psgd_pro", "muon_hyperball", "adam", "scion")
@@ -134,7 +133,7 @@ OFF_LOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.6}
 @pytest.mark.parametrize("variant", BY_ROWS_AND_BY_OWNERS)
 def test_on_shards(variant, fields):
     job = partial(resets, **fields)
-    found = run_ranks(2, job, "fsdp", [variant], OF_ALL_AND_OF_EACH, cpu=bool(fields))
+    found = run_ranks(2, job, "fsdp", variant, OF_ALL_AND_OF_EACH, cpu=bool(fields))
     assert not wrong(found)
 
 
@@ -169,40 +168,39 @@ def look_ahead(model, optimizer):
 
 
 @eager
-def users_keys(layout, variants):
+def users_keys(layout, variant):
     """Return where a user's own state is not what it was before a save and a load."""
     wrong = []
-    for variant in variants:
-        for form in FORMS[:2]:
-            model = make_model(layout)
-            optimizer = build(model, variant)
-            stepped(model, optimizer, 0)
-            look_ahead(model, optimizer)
-            kept = {name: whole(param) for name, param in named(model).items()}
-            stepped(model, optimizer, 1)
-            saved = copy.deepcopy(form(model, optimizer))
-            for is_there in (False, True):
-                other = copied(model, layout)
-                following = build(other, variant)
-                if is_there:
-                    look_ahead(other, following)
-                load(form, other, following, saved)
-                for name, param in named(other).items():
-                    found = following.state[param]
-                    same = SLOW in found and torch.equal(whole(found[SLOW]), kept[name])
-                    if not same or found.get("drawn", {}).get("seed") != 7:
-                        wrong.append((variant, form.__name__, is_there, name))
+    for form in FORMS[:2]:
+        model = make_model(layout)
+        optimizer = build(model, variant)
+        stepped(model, optimizer, 0)
+        look_ahead(model, optimizer)
+        kept = {name: whole(param) for name, param in named(model).items()}
+        stepped(model, optimizer, 1)
+        saved = copy.deepcopy(form(model, optimizer))
+        for is_there in (False, True):
+            other = copied(model, layout)
+            following = build(other, variant)
+            if is_there:
+                look_ahead(other, following)
+            load(form, other, following, saved)
+            for name, param in named(other).items():
+                found = following.state[param]
+                same = SLOW in found and torch.equal(whole(found[SLOW]), kept[name])
+                if not same or found.get("drawn", {}).get("seed") != 7:
+                    wrong.append((form.__name__, is_there, name))
     return wrong
 
 
 @pytest.mark.parametrize("variant", ["muon", "normuon", "int8", "soap", "adam", "lion"])
 def test_a_users_own_state_is_saved_and_loaded(variant):
-    assert not users_keys("plain", [variant])
+    assert not users_keys("plain", variant)
 
 
 @pytest.mark.parametrize("variant", mostly_long(["muon", "int8", "soap", "adam"], "muon"))
 def test_a_users_own_state_on_shards(variant):
-    assert run_ranks(2, users_keys, "fsdp", [variant], cpu=False) == [[], []]
+    assert run_ranks(2, users_keys, "fsdp", variant, cpu=False) == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import distributed
 from torch.distributed import checkpoint
 
 from megatron_eopt import EmergingOptimizerEntry
+from megatron_eopt.base.agreement import gather_objects
 from megatron_eopt.config.registry import registered
 from megatron_eopt.megatron_fsdp import build_optimizer
 from megatron_eopt.testing.scene import forget_megatron
@@ -63,9 +64,7 @@ def counts_of(optimizer: Any) -> dict[str, int]:
         for number, state in saved["state"].items()
     }
     mine = {name.rpartition("module.")[2]: counts for name, counts in mine.items() if counts}
-    gather_unique: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(gather_unique, mine)
-    assert all(other == mine for other in gather_unique)
+    assert all(other == mine for other in gather_objects(mine))
     assert all(len(counts) == 1 for counts in mine.values())
     return {name: min(counts) for name, counts in mine.items()}
 

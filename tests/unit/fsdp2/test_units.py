@@ -55,14 +55,11 @@ def with_experts(ranks_of_experts):
     return model
 
 
-NAMES = ("muon", "soap", "adam")
-
-
 @eager
 def train_experts(ranks_of_experts=EXPERTS, save="", load=""):
     """Do four steps, saved after three, or continue with the fourth from what was saved."""
     found = {}
-    for name in NAMES:
+    for name in ("muon", "soap", "adam"):
         model = with_experts(ranks_of_experts)
         optimizer = build_optimizer(model, config(name))
         if not load:

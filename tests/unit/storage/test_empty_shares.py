@@ -36,11 +36,10 @@ def trained(case, fraction):
 
 def at_all_fractions(name):
     optimizer, fields = OPTIMIZERS[name]
-    main = Case(optimizer, config=fields)
     # one matrix alone, so that most ranks hold nothing of the matrix optimizer
     alone = Case("adam", config=fields, overrides={"*.linear_proj.weight": optimizer})
     found = []
-    for case in (main, alone):
+    for case in (Case(optimizer, config=fields), alone):
         resident, empty = trained(case, 0.0)
         others = [trained(case, fraction)[0] for fraction in (0.5, 1.0)]
         found.append((empty, [differences(resident, other) for other in others]))

@@ -16,8 +16,6 @@ from tests.unit.storage.full_state import Case, steps
 from tests.unit.storage.runs import DENSE, MOE, Result, Run, deviation, inject, make_chunk
 from tests.unit.wrappers.test_parity import FACTORIES
 
-BuildT = Callable[[list[Any], Any], Any]
-
 
 class RowNorms(torch.optim.Optimizer):
     """A user's optimizer, which knows no fragments: a number per row, and a count per group."""
@@ -38,21 +36,17 @@ class RowNorms(torch.optim.Optimizer):
                 param.sub_(param.grad / (mean + param.norm()), alpha=rate)
 
 
-def row_norms(groups: list[Any], config: Any) -> torch.optim.Optimizer:
-    return RowNorms(groups, lr=config.lr)
-
-
-def bases_over(run: Run, config: Any, chunk: Any, build: BuildT, everything: bool) -> list[Any]:
+def bases_over(run: Run, config: Any, chunk: Any, everything: bool) -> list[Any]:
     """Build; Adam gets what is no matrix unless the optimizer under test takes everything."""
     matrices, others = runs.param_groups(run, config, chunk)
     if everything:
-        return [build(matrices + others, config)]
-    return [build(matrices, config), runs.adam_over(others, config)]
+        return [RowNorms(matrices + others, config.lr)]
+    return [RowNorms(matrices, config.lr), runs.adam_over(others, config)]
 
 
-def step_with(run: Run, build: BuildT, everything: bool) -> Result:
+def step_with(run: Run, everything: bool) -> Result:
     chunk = make_chunk(run)
-    bases = bases_over(run, runs.make_config(run), chunk, build, everything)
+    bases = bases_over(run, runs.make_config(run), chunk, everything)
     optimizer = runs.make_optimizer(run, chunk, bases=bases)
     for step in range(run.steps):
         inject(run, chunk, step)
@@ -66,11 +60,11 @@ def step_with(run: Run, build: BuildT, everything: bool) -> Result:
     return Result(runs.weights(run, chunk), [], sum(owned))
 
 
-def plainly(run: Run, build: BuildT, everything: bool) -> Result:
+def plainly(run: Run, everything: bool) -> Result:
     """Do the same with the torch optimizers themselves, in one process."""
     chunk = make_chunk(run)
     config = runs.make_config(run)
-    optimizers = bases_over(run, config, chunk, build, everything)
+    optimizers = bases_over(run, config, chunk, everything)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = config.lr
@@ -96,10 +90,8 @@ def plainly(run: Run, build: BuildT, everything: bool) -> Result:
 )
 @pytest.mark.parametrize("everything", [False, True])
 def test_a_users_optimizer_gets_whole_parameters(world, parallel, model, everything):
-    expected = run_ranks(1, plainly, Run(model=model), row_norms, everything)[0]
-    results = run_ranks(
-        world, step_with, Run(model=model, parallel=parallel), row_norms, everything
-    )
+    expected = run_ranks(1, plainly, Run(model=model), everything)[0]
+    results = run_ranks(world, step_with, Run(model=model, parallel=parallel), everything)
     assert deviation(results, expected) < 2e-6
     if world == 2:
         held = [result.extra for result in results]

@@ -17,24 +17,22 @@ from tests.unit.storage.runs import DENSE, Slab, make_chunk, slab_of
 MODEL = {**DENSE, "layers": 1, "bias": False, "dtype": torch.bfloat16}
 EXACT = {"muon_fp32_matmul_prec": "highest"}
 CASES = [Case("muon", MODEL, config=EXACT), Case("soap", MODEL), Case("adam", MODEL)]
-WORDS = ["linear_"]
+REUSES = "reuse_grad_buf_for_mxfp8_param_ag"
 LONG = pytest.mark.long
 MODES: dict[str, dict[str, Any]] = {
     "gathered": {"fp8_param_gather": True},
-    "in gradient buffers": {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True},
+    "in gradient buffers": {"fp8_param_gather": True, REUSES: True},
 }
 
 
 def quantized(case: Case, mode: str) -> Case:
-    flags = MODES[mode]
-    reuses = "reuse_grad_buf_for_mxfp8_param_ag"
-    own = {"fp8_recipe": "mxfp8", reuses: True} if reuses in flags else {}
-    return replace(case, ddp=flags, config=case.config | own)
+    own = {"fp8_recipe": "mxfp8", REUSES: True} if REUSES in MODES[mode] else {}
+    return replace(case, ddp=MODES[mode], config=case.config | own)
 
 
 def make(case: Case, _: Any = None) -> tuple[Any, Any]:
     def wrap(model: Any, **flags: Any) -> Any:
-        quantize_weights(model, WORDS)
+        quantize_weights(model, ["linear_"])
         return wrap_ddp(model, **flags)
 
     chunk = make_chunk(case.run, wrap)
@@ -45,14 +43,12 @@ def in_8_bits(cases: list[Case], folder: str) -> list[tuple[dict[str, Any], set[
     """Train and save; return each quantized weight, and the bytes of one gathered element."""
     found = []
     for number, case in enumerate(cases):
-        reuses = "reuse_grad_buf_for_mxfp8_param_ag" in case.ddp
-        with quantized_weights(scaled_in_blocks=reuses):
+        with quantized_weights(scaled_in_blocks=REUSES in case.ddp):
             chunk, optimizer = make(case)
             steps(case, chunk, optimizer, 0, 2)
-            codes = codes_of(chunk)
             sizes = {buffer.param_data.element_size() for buffer in chunk.buffers}
+            found.append((codes_of(chunk), sizes))
             write(case, chunk, optimizer, Path(folder, str(number)))
-            found.append((codes, sizes))
         forget_megatron()
     return found
 
@@ -66,30 +62,20 @@ def codes_of(chunk: Any) -> dict[str, tuple[Slab, torch.Tensor]]:
     }
 
 
-def mains(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
-    """Return the main weights of each case in one process without 8 bits."""
-    found = []
-    for case in cases:
-        chunk, optimizer = build(case)
-        steps(case, chunk, optimizer, 0, 2)
-        found.append(mains_of(chunk, optimizer))
-        forget_megatron()
-    return found
-
-
-def loaded(cases: list[Case], folder: str) -> list[dict[str, torch.Tensor]]:
-    """Load what was saved without 8 bits; return the main weights."""
+def mains(cases: list[Case], saved: str | None = None) -> list[dict[str, torch.Tensor]]:
+    """Train without 8 bits in one process, or load what was saved; return the main weights."""
     found = []
     for number, case in enumerate(cases):
-        found.append(mains_of(*resume(case, Path(folder, str(number)))))
+        if saved is None:
+            chunk, optimizer = build(case)
+            steps(case, chunk, optimizer, 0, 2)
+        else:
+            chunk, optimizer = resume(case, Path(saved, str(number)))
+        names = {param: name for name, param in chunk.named_parameters()}
+        items = [item for link in optimizer.chained_optimizers for item in link.shards]
+        found.append({names[i.param]: i.main.detach().view(i.param.shape).clone() for i in items})
         forget_megatron()
     return found
-
-
-def mains_of(chunk: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    names = {param: name for name, param in chunk.named_parameters()}
-    items = [item for link in optimizer.chained_optimizers for item in link.shards]
-    return {names[i.param]: i.main.detach().view(i.param.shape).clone() for i in items}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -118,7 +104,7 @@ def test_weights_are_quantized_main_weights(tmp_path, mode, world, parallel):
                 assert torch.equal(code, wanted), (case.optimizer, name)
     if "gtp" in parallel:  # which loads at the same size only
         return
-    read = run_ranks(1, loaded, CASES, str(tmp_path))[0]
+    read = run_ranks(1, mains, CASES, str(tmp_path))[0]
     for its, main, case in zip(read, expected, CASES, strict=True):
         for name, value in main.items():
             assert (its[name] - value).norm() <= 2e-6 * value.norm(), (case.optimizer, name)
@@ -132,7 +118,7 @@ def reloaded(case: Case, folder: str) -> dict[str, Any]:
 def test_8_bit_weights_load_at_another_cut_of_their_rows(tmp_path):
     case = quantized(CASES[0], "gathered")
     run_ranks(2, in_8_bits, [case], str(tmp_path))
-    (main,) = run_ranks(1, loaded, [CASES[0]], str(tmp_path))[0]
+    (main,) = run_ranks(1, mains, [CASES[0]], str(tmp_path))[0]
     for found in run_ranks(2, reloaded, replace(case, parallel={"tp": 2}), str(tmp_path / "0")):
         assert len(found) == 4
         for name, (slab, code) in found.items():
