@@ -80,20 +80,6 @@ FUSED = {
 """Kind of a fused weight, blocks, and for each part of a block its rows and those of a head."""
 
 
-def parts_of(config: Any, name: str, rows: int) -> list[np.ndarray]:
-    """Return the rows of each logical matrix of a weight."""
-    kind, blocks, fields = FUSED.get(name, ("", 1, []))
-    if not getattr(config, f"muon_split_{kind}", False):
-        return [np.arange(rows)]
-    found: list[np.ndarray] = []
-    start = 0
-    for count, head in fields:
-        mine = np.arange(rows).reshape(blocks, -1)[:, start : start + count].reshape(-1)
-        found.extend(mine.reshape(-1, head) if config.muon_split_per_head else [mine])
-        start += count
-    return found
-
-
 def scale_of(config: Any, rows: int, cols: int) -> float:
     factors = {
         "spectral": max(rows, cols) ** 0.5,
@@ -135,7 +121,16 @@ class ByHand:
 
     def parts(self, name: str, rows: int) -> list[np.ndarray]:
         """Return the rows of each logical matrix of a weight."""
-        return parts_of(self.config, name, rows)
+        kind, blocks, fields = FUSED.get(name, ("", 1, []))
+        if not getattr(self.config, f"muon_split_{kind}", False):
+            return [np.arange(rows)]
+        found: list[np.ndarray] = []
+        start = 0
+        for count, head in fields:
+            mine = np.arange(rows).reshape(blocks, -1)[:, start : start + count].reshape(-1)
+            found.extend(mine.reshape(-1, head) if self.config.muon_split_per_head else [mine])
+            start += count
+        return found
 
     def rate(self, name: str, step: int) -> float:
         config = self.config
@@ -243,24 +238,15 @@ class ByHand:
     def _soap(self, name: str, grad: Matrix, lr: float, decay: float) -> None:
         """Each matrix by emerging-optimizers' class; without owners, fused weights are one."""
         config, state, weight = self.config, self.state[name], self.weights[name]
+        betas = config.adam_beta1, config.adam_beta2
+        own = {"use_kl_shampoo": config.soap_use_kl_shampoo, **self.of_soap}
         whole = [np.arange(len(grad))]
-        by_owners = self.storage != "replicated"
-        for rows in self.parts(name, len(grad)) if by_owners else whole:
+        for rows in whole if self.storage == "replicated" else self.parts(name, len(grad)):
             key = int(rows[0])
             if key not in state:
                 param = nn.Parameter(torch.tensor(weight[rows], dtype=torch.float32))
-                state[key] = (
-                    param,
-                    SOAP(
-                        [param],
-                        lr,
-                        (config.adam_beta1, config.adam_beta2),
-                        config.soap_shampoo_beta,
-                        weight_decay=decay,
-                        use_kl_shampoo=config.soap_use_kl_shampoo,
-                        **self.of_soap,
-                    ),
-                )
+                soap = SOAP([param], lr, betas, config.soap_shampoo_beta, weight_decay=decay, **own)
+                state[key] = param, soap
             param, soap = state[key]
             soap.param_groups[0]["lr"] = lr
             param.grad = torch.tensor(grad[rows], dtype=torch.float32)

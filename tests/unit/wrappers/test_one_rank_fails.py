@@ -1,9 +1,9 @@
 """What one rank refuses while the optimizer is built, saved or loaded, all ranks refuse alike."""
 
-import importlib
-from contextlib import contextmanager
+import pkgutil
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 from megatron.core import dist_checkpointing
@@ -31,27 +31,16 @@ OF_SHARDED = [
 ]
 
 
-@contextmanager
 def failing_on_rank_1(place: str) -> Any:
     """Let a function raise on rank 1, on the others it does what it did."""
-    path, _, name = place.rpartition(".")
-    try:
-        owner = importlib.import_module(path)
-    except ModuleNotFoundError:
-        module, _, cls = path.rpartition(".")
-        owner = getattr(importlib.import_module(module), cls)
-    before = getattr(owner, name)
+    before = pkgutil.resolve_name(place)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         if distributed.get_rank() == 1:
             raise ConfigurationError("injected", place, "must not be so", "Do not inject")
         return before(*args, **kwargs)
 
-    setattr(owner, name, failing)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+    return mock.patch(place, failing)
 
 
 def caught(action: Any) -> str:
@@ -80,8 +69,7 @@ def check(results: list[Any], places: list[str]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_while_it_is_built(name):
     places = BUILDING + (OF_REPLICATED if name == "replicated" else OF_SHARDED)
-    results = run_ranks(2, building, CASES[name], places, timeout=90)
-    check(results, places)
+    check(run_ranks(2, building, CASES[name], places, timeout=90), places)
 
 
 def frozen_on_the_first_stage() -> str:

@@ -95,14 +95,13 @@ def test_numbers_of_layers_and_experts_are_those_of_the_whole_model(parallel: An
     assert {name for rank in ranks for name in rank} == set(whole)
 
 
-TIED = {"model": {"untied": False, "layers": 2}, "parallel": {"pp": 2}, "ddp": PLAIN}
 EMBEDDING = ParamKey(name="*word_embeddings.weight")
 
 
 @pytest.mark.parametrize("values", [{"wd_mult": 0.5}, {"max_lr": 0.1}, {"optimizer": "muon"}])
 @on_ranks(2)
 def test_copies_of_a_tied_embedding_are_stepped_alike(values: dict[str, Any]) -> None:
-    chunk = make_chunk(Case("muon", **TIED).run)
+    chunk = make_chunk(Case("muon", {"untied": False, "layers": 2}, {"pp": 2}, ddp=PLAIN).run)
     config = EmergingOptimizerConfig(optimizer="muon", lr=0.01, min_lr=0.001)
     routes = route_model(resolve(config), [chunk], {EMBEDDING: values}).routes
     (copy,) = (r for r in routes if getattr(r.parameter.param, "shared_embedding", False))
@@ -139,6 +138,5 @@ def test_rounded_momentum_cannot_overlap():
     flags = {"use_distributed_optimizer": True, "muon_overlap_dp_comm": True}
     case = Case(ddp=SHARDED | OVERLAP, config=flags | {"overlap_param_gather": True})
     with_own(case)
-    text = "needs momentum_dtype='fp32' for all parameters"
-    with pytest.raises(ConfigurationError, match=text):
+    with pytest.raises(ConfigurationError, match="needs momentum_dtype='fp32' for all parameters"):
         with_own(case, momentum_dtype="int8")

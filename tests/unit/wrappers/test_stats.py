@@ -42,8 +42,7 @@ def reference(case: Case) -> dict[str, float]:
     """Return the same of one process, in float64 from weights before and after the step."""
     chunk, optimizer = build(case)
     steps(case, chunk, optimizer, 0, 1)
-    update_rule = optimizer.chained_optimizers[0].update_rules[0]
-    own = set(update_rule.params)
+    own = set(optimizer.chained_optimizers[0].update_rules[0].params)
     before = {param: param.detach().clone() for param in chunk.parameters()}
     steps(case, chunk, optimizer, 1, 2)
     updates = {p: (before[p].double() - p.double()) / LR for p in chunk.parameters()}
@@ -166,9 +165,8 @@ def of_dtensors(kind: str) -> tuple[dict[str, float], dict[str, tuple[float, int
         megatron_fsdp.inject(run, chunk, 0)
     optimizer.collects_stats = True
     optimizer.step()
-    inner = optimizer.chained_optimizers[0].optimizer
     held: dict[str, tuple[float, int]] = {}
-    for update_rule in inner.update_rules:
+    for update_rule in optimizer.chained_optimizers[0].optimizer.update_rules:
         params = update_rule.params
         squares = sum(float(p.to_local().double().square().sum()) for p in params)
         known = held.get(update_rule.name, (0.0, 0))

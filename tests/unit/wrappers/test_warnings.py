@@ -30,14 +30,6 @@ from tests.unit.storage.runs import PLAIN
 from tests.unit.wrappers.by_hand import scale_of
 
 
-def heard(case: Case) -> list[str]:
-    """Return what is said while a case is built."""
-    warnings._said.clear()  # each is said once in a process
-    with mock.patch.object(warnings, "warn") as logged:
-        build(case)
-    return [call.args[1] for call in logged.call_args_list]
-
-
 def plain(name: str, overrides: dict[str, str] | None = None, **fields: Any) -> Case:
     return Case(name, ddp=PLAIN, config=PLAIN | fields, overrides=overrides or {})
 
@@ -95,10 +87,13 @@ ALONE = [
 
 
 def said(table: list[tuple[Case, str, int]], parallel: dict[str, int]) -> list[int]:
+    """Return how often the words of each case are said while it is built."""
     counts = []
     for case, words, _ in table:
-        lines = heard(replace(case, parallel=parallel))
-        counts.append(sum(words in line for line in lines))
+        warnings._said.clear()  # each is said once in a process
+        with mock.patch.object(warnings, "warn") as logged:
+            build(replace(case, parallel=parallel))
+        counts.append(sum(words in call.args[1] for call in logged.call_args_list))
         forget_megatron()
     return counts
 
