@@ -153,8 +153,7 @@ def changed(name: str, pairs: list[tuple[str, str]], folder: Path) -> list[Any]:
         weights = write_as(form, case, chunk, optimizer, place)
         forget_megatron()
         for _, after in its:
-            overrides = OVERRIDES[after]
-            make = functools.partial(chain_of, overrides=overrides)
+            make = functools.partial(chain_of, overrides=OVERRIDES[after])
             chunk, optimizer = resume_as(form, case, place, weights, make)
             rates = by_layer(chunk, optimizer, "lr", "weight_decay", "eps")
             try:
