@@ -104,6 +104,16 @@ def test_a_run_in_bfloat16_leaves_it(tmp_path):
     assert float(full_state.resume(case, tmp_path)[1].get_loss_scale()) == 1.0
 
 
+@on_ranks(2)
+def test_a_run_in_float16_begins_with_its_own_where_there_is_none(tmp_path):
+    full_state.save_one(
+        Case(model=SMALL | {"dtype": torch.bfloat16}, config={"bf16": True}), tmp_path
+    )
+    forget_megatron()
+    case = case_of("sharded", "muon", SMALL)
+    assert scale_of(full_state.resume(case, tmp_path)[1]) == scale_of(full_state.build(case)[1])
+
+
 BY_BUCKET = case_of("sharded", "adam", SMALL, form="dp_reshardable", stock=True)
 
 
