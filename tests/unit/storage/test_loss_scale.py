@@ -106,9 +106,8 @@ def test_a_run_in_bfloat16_leaves_it(tmp_path):
 
 @on_ranks(2)
 def test_a_run_in_float16_begins_with_its_own_where_there_is_none(tmp_path):
-    full_state.save_one(
-        Case(model=SMALL | {"dtype": torch.bfloat16}, config={"bf16": True}), tmp_path
-    )
+    in_bf16 = Case(model=SMALL | {"dtype": torch.bfloat16}, config={"bf16": True})
+    full_state.save_one(in_bf16, tmp_path)
     forget_megatron()
     case = case_of("sharded", "muon", SMALL)
     assert scale_of(full_state.resume(case, tmp_path)[1]) == scale_of(full_state.build(case)[1])

@@ -6,11 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_eopt.extending import (
-    OptimizerBuildContext,
-    build_replicated,
-    register_storage,
-)
+from megatron_eopt import extending
 from megatron_eopt.testing.scene import forget_megatron
 from megatron_eopt.wrappers import builders
 from megatron_eopt.wrappers.replicated import Float32Optimizer
@@ -46,10 +42,10 @@ class Float64Optimizer(Float32Optimizer):
         return done
 
 
-def in_float64(context: OptimizerBuildContext) -> Any:
+def in_float64(context: extending.OptimizerBuildContext) -> Any:
     if context.settings.storage != "replicated" or context.settings.half:
         return None
-    return build_replicated(context, Float64Optimizer)
+    return extending.build_replicated(context, Float64Optimizer)
 
 
 CASE = Case(ddp=runs.PLAIN, config=runs.PLAIN | {"muon_fp32_matmul_prec": "highest"})
@@ -67,7 +63,7 @@ def in_ours(case: Case) -> runs.Result:
 
 def in_an_own_storage(case: Case, folder: str) -> tuple[runs.Result, list[str]]:
     """Return the weights of four steps, and what differs if the last two follow a resumption."""
-    register_storage(in_float64)
+    extending.register_storage(in_float64)
     try:
         result = trained(case)
         mains = [item.main for m in result.extra.chained_optimizers for item in m.shards]
