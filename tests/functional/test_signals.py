@@ -18,6 +18,11 @@ LONG += "--lr-decay-iters 2000 --hidden-dropout 0.1 --attention-dropout 0.1".spl
 LONG += "--ckpt-format torch_dist --exit-signal-handler".split()
 
 
+# as tests.functional.script has them
+FEW_SAMPLES = """import megatron.core.datasets.gpt_dataset as mock_data
+mock_data.MockGPTLowLevelDataset.size = 1000"""
+
+
 def start_ranks(flags: list[str]) -> list[subprocess.Popen[str]]:
     """Start two ranks as a launcher does."""
     (port,) = free_ports(1)
@@ -40,8 +45,10 @@ def start_ranks(flags: list[str]) -> list[subprocess.Popen[str]]:
 
 @pytest.mark.long
 def test_one_rank_gets_sigterm_and_all_save_what_a_second_run_goes_on_from(tmp_path):
-    folder = tmp_path / "checkpoints"
-    ranks = start_ranks([*TINY, *LONG, "--save", str(folder), "--save-interval", "2000"])
+    folder, hook = tmp_path / "checkpoints", tmp_path / "few.py"
+    hook.write_text(FEW_SAMPLES)
+    saving = ["--save", str(folder), "--save-interval", "2000", "--import", str(hook)]
+    ranks = start_ranks([*TINY, *LONG, *saving])
     output = ""
     try:
         # the last rank prints, the first one is told

@@ -112,5 +112,4 @@ def test_short_side_cuts_are_recut_to_the_long_side():
     (matrix,) = place_matrices([rows((32, 96), 4)], 4, "distributed", WAVE)[0]
     assert matrix.compute.local_shape(3) == (32, 24)
     (alone,) = place_matrices([rows((32, 96), 4)], 4, "exchange", WAVE)[0]
-    loads = [alone.load_of(rank, 4) for rank in range(4)]
-    assert sorted(load > 0 for load in loads) == [False, False, False, True]
+    assert sum(alone.load_of(rank, 4) > 0 for rank in range(4)) == 1
