@@ -152,7 +152,6 @@ def test_an_own_loop_of_unconnected_processes_is_warned_of(monkeypatch, caplog):
     assert "WORLD_SIZE is 2, but processes are not connected" in caplog.text
 
 
-@pytest.mark.long
 def test_connected_processes_that_accelerate_does_not_use_are_told_too(tmp_path):
     """On CPUs, accelerate connects them in any case, the Trainer's and those of an own loop."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -51,7 +51,6 @@ def test_plans_are_printed():
 MIXED = ["--num-experts", "4", "--moe-ffn-hidden-size", "32"]
 
 
-@pytest.mark.long
 def test_a_sweep_without_sizes_searches_what_the_model_allows():
     sweep = ["sweep", *SMALL, "--ranks", "4"]
     little, mixed = [*sweep, "--gpu-capacity", "0.0001"], [*sweep, *MIXED, "--json"]
