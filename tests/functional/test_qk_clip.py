@@ -11,7 +11,8 @@ from tests.functional.test_optimizer_stats import scalars
 THRESHOLD = 4.0
 # logits grow by a few percent a step, and differ as little between batches of this size
 GROWING = """
-    --optimizer muon --lr 1.5e-3 --weight-decay 0 --train-iters 80 --lr-decay-style constant
+    --optimizer muon --muon-scale-mode spectral --lr 1.5e-3 --lr-decay-style constant
+    --weight-decay 0 --train-iters 80
     --init-method-std 0.08 --micro-batch-size 32 --global-batch-size 128
     --hidden-dropout 0 --attention-dropout 0 --use-distributed-optimizer --overlap-grad-reduce
     --overlap-param-gather --log-max-attention-logit --save-interval 60
