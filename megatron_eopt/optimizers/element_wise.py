@@ -134,11 +134,11 @@ class ElementWiseRule(UpdateRule):
     def set_steps(self, groups: Sequence[ParamGroup], state: State, steps: int) -> None:
         """Set the step counters where the optimizer keeps them: in states or in groups."""
         for group in groups:
-            # fused classes have none before their first step
-            if STEP in group or type(self._optimizer).__module__.startswith(_COUNT_IN_GROUPS):
-                group[STEP] = steps
-            for param in group["params"]:
-                set_step(state[param], steps)
+            if type(self._optimizer).__module__.startswith(_COUNT_IN_GROUPS):
+                # there is none before the first step
+                group.setdefault(STEP, steps)
+            for values in (group, *(state[param] for param in group["params"])):
+                set_step(values, steps)
 
     def step(self, groups: Sequence[ParamGroup], state: State) -> None:
         """Update the parameters; off-loaded ones chunk by chunk."""
