@@ -1,6 +1,7 @@
 """Parameters that the model saves in pieces, by other names than their own, or twice."""
 
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,13 @@ def test_tied_weights_have_the_name_that_megatron_core_gives_their_state():
     assert [spaces[tied].key, spaces[other].key] == [entry.key for entry in by_number.values()]
 
 
-def test_a_weight_that_is_saved_transposed_is_refused():
+def test_a_weight_that_is_saved_transposed_or_in_part_or_not_at_all_is_refused():
     weight = nn.Parameter(torch.ones(4, 2))
-    state = {"weight": ShardedTensor.from_rank_offsets("weight", weight.T)}
-    with pytest.raises(ConfigurationError, match="views of the parameter, in order"):
-        parameter_spaces(state, [weight])
+    for saved in (weight.T, weight[:2], None):
+        state = {} if saved is None else {"w": ShardedTensor.from_rank_offsets("w", saved)}
+        words = "is not in the model's" if saved is None else "views of the parameter, in order"
+        with pytest.raises(ConfigurationError, match=words):
+            parameter_spaces(state, [weight])
 
 
 def test_sizes_that_a_checkpoint_does_not_tell_are_not_compared():
@@ -144,12 +147,10 @@ def test_sizes_that_a_checkpoint_does_not_tell_are_not_compared():
         _refuse_other_model({key: of_model}, saved)
 
 
-def test_a_model_that_does_not_save_all_of_a_parameter_is_refused():
-    weight = torch.ones(4, 2)
-    rows = ShardedTensor.from_rank_offsets("weight", weight[:2])
-    for state, words in (
-        ({}, "is not in the model's state"),
-        ({"w": rows}, "must be saved as views"),
-    ):
-        with pytest.raises(ConfigurationError, match=words):
-            parameter_spaces(state, [weight])
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_model_of_another_shape_is_refused_unless_its_rows_may_differ(allowed):
+    item = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), allow_shape_mismatch=allowed)
+    catalogue = Catalogue("torch_dist", {"w": Saved(None, "w", shape=(6, 2))})
+    told = pytest.raises(CheckpointError, match=r"has shape \(6, 2\) there, and \(4, 2\) in this")
+    with nullcontext() if allowed else told:
+        _refuse_other_model({"model": item}, catalogue)

@@ -1,6 +1,7 @@
 """Gradient clipping: what is scaled, and what is left alone on request."""
 
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, SEPARATE_GRA
 
 from megatron_eopt.megatron_core.stored_weights import named_gradients
 from megatron_eopt.wrappers.config import EmergingOptimizerConfig
+from megatron_eopt.wrappers.gradients import fuses_grad_scale
 from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
 from tests.unit.storage.full_state import Case, build, steps
@@ -125,3 +127,10 @@ def test_a_weight_that_stages_share_counts_on_one_of_them():
     assert storage.share_of(shard) == 1.0
     shard.param.shared = True  # as megatron-core marks it on the last stage
     assert storage.share_of(shard) == 0.0
+
+
+def test_a_rule_without_shards_does_not_keep_others_from_scaling():
+    rules = [SimpleNamespace(fuses_grad_scale=n == 1, shards=[0] * n) for n in (1, 0)]
+    assert fuses_grad_scale(SimpleNamespace(update_rules=rules))
+    rules[1].shards = [0]
+    assert not fuses_grad_scale(SimpleNamespace(update_rules=rules))

@@ -12,7 +12,6 @@ import megatron_eopt
 from megatron_eopt.base.errors import NonFiniteError
 from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.config import EmergingOptimizerConfig
-from megatron_eopt.wrappers.gradients import fuses_grad_scale
 from tests.harness import run_ranks
 from tests.harness.tiers import mostly_long
 from tests.unit.storage import runs
@@ -264,20 +263,3 @@ def test_of_several_norms_the_host_knows_all_before_the_step():
     chain: Any = SimpleNamespace(settings=SimpleNamespace(original=original), _fuses=True)
     assert OptimizerChain._may_read_late(chain, {None: 1.0})
     assert not OptimizerChain._may_read_late(chain, {None: 1.0, "mtp": 1.0})
-
-
-def test_updates_are_computed_ahead_where_nothing_measures_or_clips_them():
-    chain: Any = SimpleNamespace(collects_stats=False, superseded=False, _last_norm=1.0)
-    chain._keeps = lambda norm: norm < 2
-    found = [OptimizerChain._expects_no_clipping(chain, margin) for margin in (1.0, 0.4)]
-    for flag in ("collects_stats", "superseded"):
-        other: Any = SimpleNamespace(**vars(chain) | {flag: True})
-        found.append(OptimizerChain._expects_no_clipping(other, 1.0))
-    assert found == [True, False, False, False]
-
-
-def test_a_rule_without_shards_does_not_keep_others_from_scaling():
-    rules = [SimpleNamespace(fuses_grad_scale=n == 1, shards=[0] * n) for n in (1, 0)]
-    assert fuses_grad_scale(SimpleNamespace(update_rules=rules))
-    rules[1].shards = [0]
-    assert not fuses_grad_scale(SimpleNamespace(update_rules=rules))

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_eopt.config.keys import ParamKey, get_standard_config_overrides
 from megatron_eopt.config.registry import is_registered
 from megatron_eopt.extending import MuonRule
 from megatron_eopt.optimizers.exchange import ParamWithGrad
+from megatron_eopt.wrappers.chain import OptimizerChain
 from megatron_eopt.wrappers.config import EmergingOptimizerConfig
 from tests.harness import run_ranks
 from tests.harness.each_rank import on_ranks
@@ -359,3 +361,13 @@ def test_every_rule_with_any_settings_has_the_bits_of_a_plain_step():
     seeds = [random.randrange(10**6) for _ in range(6)]
     for differing in run_ranks(2, compare, seeds, timeout=300):
         assert not differing
+
+
+def test_updates_are_computed_ahead_where_nothing_measures_or_clips_them():
+    chain: Any = SimpleNamespace(collects_stats=False, superseded=False, _last_norm=1.0)
+    chain._keeps = lambda norm: norm < 2
+    found = [OptimizerChain._expects_no_clipping(chain, margin) for margin in (1.0, 0.4)]
+    for flag in ("collects_stats", "superseded"):
+        other: Any = SimpleNamespace(**vars(chain) | {flag: True})
+        found.append(OptimizerChain._expects_no_clipping(other, 1.0))
+    assert found == [True, False, False, False]

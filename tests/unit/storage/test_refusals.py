@@ -72,28 +72,6 @@ def test_what_is_no_state_of_fragments_is_refused():
             method("file")
 
 
-@on_ranks(1)
-def test_a_callers_functions_create_state():
-    run, called = Run(model=DENSE), []
-    chunk, config = make_chunk(run), runs.make_config(run)
-    adam = runs.adam_over([{"params": list(chunk.parameters())}], config)
-    functions = [lambda optimizer, _: called.append(optimizer)]
-    chain = LayerWiseDistributedOptimizer([adam], config, None, functions, [chunk])
-    chain.sharded_state_dict(chunk.sharded_state_dict(), is_loading=True)
-    assert set(called) == {adam}
-
-
-@on_ranks(1)
-def test_gradients_that_moved_or_lie_otherwise_are_read_where_they_are():
-    storage = build(Case("muon", DENSE))[1].chained_optimizers[0]
-    shard = next(its for its in storage.shards if its.param.dim() == 2)
-    for number, lay in enumerate((torch.clone, lambda grad: grad.mT.contiguous().mT)):
-        storage.collect_gradients()
-        shard.param.main_grad.data = lay(torch.full_like(shard.param, 2.0 + number))
-        storage.collect_gradients()
-        assert set(shard.main.grad.tolist()) == {2.0 + number}
-
-
 def test_slabs_that_cut_blocks_are_refused():
     """A section of one matrix may be cut, where its rows can be divided."""
     assert _slab_of(whole((8, 4)), 2, 0, "w").shape == (4, 4)

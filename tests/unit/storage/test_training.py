@@ -7,10 +7,14 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
+from megatron_eopt.extending import LayerWiseDistributedOptimizer
 from tests.harness import run_ranks
+from tests.harness.each_rank import on_ranks
 from tests.harness.megatron import initialize_megatron
 from tests.harness.models import assert_same, copies_of, forward_backward, synthetic_batch
 from tests.harness.tiers import mostly_long
+from tests.unit.storage import runs
+from tests.unit.storage.full_state import Case, build
 from tests.unit.storage.runs import DENSE, MOE, OVERLAP, PLAIN, Run, make_chunk, make_optimizer
 
 
@@ -96,3 +100,25 @@ def test_an_interleaved_pipeline_equals_stock(overlap):
     for rank in range(2):
         for expected, result in zip(stock[rank], ours[rank], strict=True):
             assert_near(result, expected)
+
+
+@on_ranks(1)
+def test_a_callers_functions_create_state():
+    run, called = Run(model=DENSE), []
+    chunk, config = make_chunk(run), runs.make_config(run)
+    adam = runs.adam_over([{"params": list(chunk.parameters())}], config)
+    functions = [lambda optimizer, _: called.append(optimizer)]
+    chain = LayerWiseDistributedOptimizer([adam], config, None, functions, [chunk])
+    chain.sharded_state_dict(chunk.sharded_state_dict(), is_loading=True)
+    assert set(called) == {adam}
+
+
+@on_ranks(1)
+def test_gradients_that_moved_or_lie_otherwise_are_read_where_they_are():
+    storage = build(Case("muon", DENSE))[1].chained_optimizers[0]
+    shard = next(its for its in storage.shards if its.param.dim() == 2)
+    for number, lay in enumerate((torch.clone, lambda grad: grad.mT.contiguous().mT)):
+        storage.collect_gradients()
+        shard.param.main_grad.data = lay(torch.full_like(shard.param, 2.0 + number))
+        storage.collect_gradients()
+        assert set(shard.main.grad.tolist()) == {2.0 + number}
