@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed import get_world_size
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.base.names import COPY_ATTRIBUTE, MAIN_OF_REPLICATED
+from megatron_eopt.base.errors import ConfigurationError
+from megatron_eopt.base.names import COPY_ATTRIBUTE, MAIN_KINDS, MAIN_OF_REPLICATED
 from megatron_eopt.math.precision import matmul_precision
 from megatron_eopt.megatron_core.buckets import gather_buckets
 from megatron_eopt.optimizers.assigned_rule import AssignedRule
@@ -100,9 +101,17 @@ class StoredWeights:
         return {}
 
     def tensors_of(self, shard: ParamShard) -> dict[str, Any]:
-        """Return this rank's main weights, unless they are the model's, and state, by kind."""
+        """Return this rank's main weights, unless they are the model's, and state, by kind.
+
+        Raises:
+            ConfigurationError: If state is called like main weights.
+        """
         main = {} if shard.main is shard.param else {self.main_kind: shard.main.detach()}
-        tensors = {**main, **self.optimizer.state[shard.main]}
+        state = self.optimizer.state[shard.main]
+        if taken := MAIN_KINDS & state.keys():
+            rule = "checkpoints call main weights so"
+            raise ConfigurationError("state", min(taken), rule, "Give it another name")
+        tensors = {**main, **state}
         return {kind: local_of(value) for kind, value in tensors.items()}
 
     def common_state(self, steps: Sequence[int], main_optimizer: str | None) -> dict[str, Any]:

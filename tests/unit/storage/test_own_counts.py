@@ -1,5 +1,6 @@
 """Parameters with different counts of steps, within an optimizer and between optimizers."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,8 @@ def test_an_optimizer_that_one_pipeline_stage_has_counts_on(tmp_path, case):
 class Averaging(torch.optim.Optimizer):
     """Counts in its groups, keeps a number beside a tensor, and assigns weights."""
 
+    key = "sum"
+
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "step": 0})
 
@@ -183,17 +186,27 @@ class Averaging(torch.optim.Optimizer):
             for param in group["params"]:
                 state = self.state[param]
                 state["size"] = float(param.grad.abs().sum()) + state.get("size", 0.0)
-                state["sum"] = state.get("sum", 0.0) + param.grad
+                state[self.key] = state.get(self.key, 0.0) + param.grad
                 scale = group["lr"] / group["step"] / (1 + state["size"])
-                param.data = param - scale * state["sum"]
+                param.data = param - scale * state[self.key]
 
 
+class Named(Averaging):
+    """Its tensors are called as checkpoints call main weights."""
+
+    key = "param"
+
+
+@pytest.mark.parametrize("cls", [Averaging, Named])
 @pytest.mark.parametrize("wrap", [replace, plain])
 @on_ranks(1)
-def test_counts_of_groups_and_numbers_of_a_users_own_optimizer(tmp_path, wrap):
-    entry = EmergingOptimizerEntry(Averaging, lambda *_: None)
-    with registered("averaging", entry):
+def test_counts_of_groups_and_numbers_of_a_users_own_optimizer(tmp_path, wrap, cls):
+    # whole matrices at an owner have keys of their own
+    is_refused = cls is Named and wrap is plain
+    told = "state='param': checkpoints call main weights so"
+    with registered("averaging", EmergingOptimizerEntry(cls, lambda *_: None)):
         case = wrap(Case("averaging", DENSE))
-        whole, resumed = full_state.interrupted([case], str(tmp_path))
-    assert not differences(whole[0], resumed[0])
-    assert whole[0] != {}
+        with pytest.raises(ValueError, match=told) if is_refused else nullcontext():
+            whole, resumed = full_state.interrupted([case], str(tmp_path))
+            assert not differences(whole[0], resumed[0])
+            assert whole[0] != {}
