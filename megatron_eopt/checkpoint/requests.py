@@ -261,9 +261,8 @@ class StateRequests:
         counted = {id(state) for state in states.values()}
         for update_rule, param, its in unsharded:
             state = states.get((update_rule, its.shard))
-            if update_rule.counts_matrices or state is None:
-                # a count for each matrix is beside the value, and so is a parameter's on an owner
-                # that stores no part of it
+            if update_rule.counts_matrices:
+                # a count for each matrix is beside the value
                 state = its.container
             # a counter of the whole group is a value like others, and no state has it
             if its.path[0] == OF_GROUPS:
@@ -282,12 +281,8 @@ class StateRequests:
             yield saved_state.unsharded_value(its, where, count)
             if id(state) not in counted:
                 counted.add(id(state))
-                if update_rule.counts_matrices:
-                    matrix = its.matrix, count
-                    yield from self._count(update_rule, where, matrix, writes=its.writes)
-                else:
-                    # a parameter's count is written by the rank that stores its first element
-                    yield from self._count(update_rule, where, (0, 1), writes=False)
+                matrix = its.matrix, count
+                yield from self._count(update_rule, where, matrix, writes=its.writes)
 
     def _count(
         self,

@@ -295,17 +295,10 @@ def _with_settings(saved: Groups, groups: Groups) -> Groups:
     torch gives the settings of a saved group to the last one of several groups that hold its
     parameters now. The identity still tells that other parameters had these settings.
     """
-    with_settings = [group for group in saved if group.keys() > {"params"}]
-    if len(saved) != len(groups) or not with_settings:
+    donor = next((group for group in saved if group.keys() > {"params"}), None)
+    if len(saved) != len(groups) or donor is None:
         return saved
-    result = []
-    for saved_group, group in zip(saved, groups, strict=True):
-        donor = saved_group
-        if donor.keys() == {"params"}:
-            alike = (g for g in with_settings if optimizer_of(g) == optimizer_of(group))
-            donor = next(alike, with_settings[0])
-        result.append({**donor, "params": saved_group["params"]})
-    return result
+    return [{**donor, **group} if group.keys() == {"params"} else group for group in saved]
 
 
 def _by_path(values: Mapping[str, Any], keys: Collection[str]) -> Mapping[str, Any]:

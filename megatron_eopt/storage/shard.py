@@ -224,8 +224,6 @@ def columns_of(split: Split, experts: Sequence[Layout]) -> tuple[Layout, ...]:
 
 def box_layouts(split: Split, layout: Layout) -> tuple[Layout, ...]:
     """Return the layouts of a split's matrices, given that of the whole parameter."""
-    if len(split.matrices) == 1 and not split.transposed:
-        return (layout,)
     layouts = []
     for rows in matrix_rows(whole(split.shape) if split.transposed else split):
         # rows are in the order of the weight; the matrix is made in its own

@@ -204,25 +204,26 @@ def clipped(
     """
     factors = {name: norm.factor(max_norm) for name, norm in norms.items()}
     # a factor of 1 is skipped, unless only the device knows it
-    applied = {n for n, f in factors.items() if passes.KERNELS.runs(f) or float(f) != 1.0}
-    clips = max_norm > 0 and bool(applied)
-    by_norm: dict[str | None, list[Tensor]] = {}
+    by_norm: dict[str | None, list[Tensor]] = {
+        name: []
+        for name, factor in factors.items()
+        if max_norm > 0 and (passes.KERNELS.runs(factor) or float(factor) != 1.0)
+    }
     for update_rule in update_rules:
         folded = None
         if fuses and update_rule.fuses_grad_scale:
             # `factor(0)` is 1, or NaN if the norm is not finite, so that the rule writes nothing
             folded = factors[None] if update_rule.is_clipped else norms[None].factor(0.0)
         update_rule.scale_gradients(folded)
-        if clips and update_rule.is_clipped and folded is None:
+        if update_rule.is_clipped and folded is None:
             for shard in update_rule.shards:
-                if shard.main is not None and shard.main.grad is not None:
-                    name = getattr(shard.main, NORM_GROUP, None)
-                    by_norm.setdefault(name, []).append(local_of(shard.main.grad).detach())
+                grads = by_norm.get(getattr(shard.main, NORM_GROUP, None))
+                if grads is not None and shard.main is not None and shard.main.grad is not None:
+                    grads.append(local_of(shard.main.grad).detach())
     for name, grads in by_norm.items():
-        factor = factors[name]
-        if name in applied:
+        if grads:
             # torch._foreach_mul_ would make the host wait for the tensor of shape ()
-            torch.ops.aten._foreach_mul_.Tensor(grads, factor)
+            torch.ops.aten._foreach_mul_.Tensor(grads, factors[name])
     try:
         yield
     finally:
