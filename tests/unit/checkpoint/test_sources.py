@@ -8,10 +8,12 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_eopt.checkpoint.parameter_space import parameter_spaces
 from megatron_eopt.checkpoint.sources import Source, assemble
 from megatron_eopt.layouts.boxes import Box
+from megatron_eopt.matrices import gated
 
 Saved = dict[str, Tensor]
 Form = tuple[Saved, list[Source]]
@@ -123,3 +125,18 @@ def test_a_whole_tensor_is_read_from_its_matrices(lead):
     offset, size = (*lead, 3, 0), (*lead, 2, 4)
     part = Source("whole", (*lead, 5, 4), Box((0, 0), (2, 4)), offset)
     assert part.turned("matrix", (2, 4)) == Source("matrix", (2, 4), Box(offset, size), (0, 0))
+
+
+def test_matrices_are_read_from_the_tensor_of_their_weight():
+    """Of a gated weight on the second of two ranks, which have a half of gate and of up each."""
+    saved, weight = torch.arange(48.0).view(12, 4), nn.Parameter(torch.zeros(6, 4))
+    weight.tensor_model_parallel, weight.partition_dim = True, 0
+    halves = zip(weight.chunk(2), (1, 3), strict=True)
+    state = {at: ShardedTensor.from_rank_offsets("w", half, (0, at, 4)) for half, at in halves}
+    parts = list(parameter_spaces(state, [weight])[weight].matrices(weight, gated((12, 4))))
+    for number, expected in enumerate(saved.chunk(2)):
+        data = torch.empty(6, 4)
+        asked = ShardedTensor("m", data, data.dtype, (6, 4), (6, 4), (0, 0), None)
+        of_matrix = [part.source for part in parts if part.matrix == (number, 2)]
+        read(assemble(asked, of_matrix), {"w": saved})
+        assert torch.equal(data, expected)

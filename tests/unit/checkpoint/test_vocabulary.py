@@ -33,6 +33,7 @@ def padded(tokens: int, args: Namespace, logging_enabled: bool = True) -> int:
         pytest.param(384, 385, 2, 128, 512, id="more tokens"),
         pytest.param(384, 257, 2, 256, 512, id="another divisor"),
         pytest.param(None, 257, 2, 128, 512, id="an unknown size"),
+        pytest.param(None, 1, 2, 128, 256, id="an unknown size, one token"),
     ],
 )
 def test_padding_is_that_of_the_checkpoint(tmp_path, caplog, saved, tokens, tensor, divisor, rows):
@@ -46,9 +47,9 @@ def test_padding_is_that_of_the_checkpoint(tmp_path, caplog, saved, tokens, tens
     folders = {"load": tmp_path / "first", "pretrained_checkpoint": tmp_path / "second"}
     run = Namespace(**folders, make_vocab_size_divisible_by=divisor)
     run.tensor_model_parallel_size = tensor
-    for run.rank, logs in ((1, True), (0, False), (0, True)):
+    for run.rank, logs in ((1, [True]), (0, [False]), (0, [])):
         assert "keeps the padding" not in caplog.text
-        assert vocabulary.keeping_padding(padded)(tokens, run, logs) == rows
+        assert vocabulary.keeping_padding(padded)(tokens, run, *logs) == rows
     assert ("keeps the padding" in caplog.text) == (rows != padded(tokens, run))
 
 

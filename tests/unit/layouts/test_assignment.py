@@ -96,6 +96,8 @@ def test_ranks_that_are_busy_get_less():
         # the larger gain first
         ([6, 4, 2, 1], [0, 0, 1, 1], [1, 1, 2, 1], [0, 1, 1, 2]),
         ([6, 4, 2, 1], [0, 0, 1, 1], [1, 1, 1, 2], [0, 1, 2, 1]),
+        # what has no room yet waits
+        ([1, 3, 2], [1, 2, 2], None, [1, 0, 2]),
         # a move makes room for another one
         ([6, 3, 3, 2], [0, 1, 1, 2], None, [0, 1, 1, 2]),
     ],

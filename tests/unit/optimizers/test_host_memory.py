@@ -98,6 +98,15 @@ def test_what_is_fetched_is_a_copy_that_goes_back_to_its_home():
     assert (weight.data_ptr(), weight.sum()) == (homes[0], 8)
 
 
+def test_copies_do_not_block_the_host(monkeypatch):
+    memory, weight, _, state = kept()
+    copy, how = torch.Tensor.copy_, []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *t, **k: how.append(k) or copy(*t, **k))
+    memory.fetch([weight], state)
+    memory.write_back([weight], state)
+    assert how == [{"non_blocking": True}] * 6
+
+
 def test_a_prefetch_is_made_once_and_not_kept_from_a_step_that_failed():
     memory, weight, _, state = kept()
     memory.announce([weight], state)

@@ -20,15 +20,16 @@ from tests.harness.shards import StoredParameter
 from tests.unit.optimizers.parameters import parameter
 
 FUSED = qkv((32, 40), (8, 4, 4))
+WIDE = qkv((32, 72), (8, 4, 4))  # a row has two blocks and the beginning of a third
 
 
 def step_in_waves(dtype, cuts):
     """Step a fused parameter, a wave for each matrix; return this rank's part and its momentum."""
     group, rank = (dist.group.WORLD, dist.get_rank()) if cuts else (None, 0)
-    places = tuple(Fragment(0, *ends) for ends in pairwise((0, *cuts, 32 * 40)))
-    shard = StoredParameter("w", FUSED, -1, 1, places).shard(group)
+    places = tuple(Fragment(0, *ends) for ends in pairwise((0, *cuts, 32 * 72)))
+    shard = StoredParameter("w", WIDE, -1, 1, places).shard(group)
     mine = slice(places[rank].start, places[rank].stop)
-    param = torch.nn.Parameter(parameter(*FUSED.shape).detach().view(1, -1)[:, mine])
+    param = torch.nn.Parameter(parameter(*WIDE.shape).detach().view(1, -1)[:, mine])
     settings = {"fp32_matmul_prec": "highest", "momentum_dtype": dtype, "matrix_buffer_mb": 1e-3}
     optimizer = TensorParallelMuon([param], 0.02, **settings)
     update_rule = optimizer.update_rule_over([shard], ExchangeConfig("duplicated"))
@@ -38,7 +39,7 @@ def step_in_waves(dtype, cuts):
     update_rule.attach(groups)
     update_rule.init(groups, state)
     for step in range(3):
-        param.grad = parameter(*FUSED.shape, seed=step).grad.view(1, -1)[:, mine].clone()
+        param.grad = parameter(*WIDE.shape, seed=step).grad.view(1, -1)[:, mine].clone()
         update_rule.step(groups, state)
     return param.detach(), update_rule.rounding.read(0, state[param])
 
@@ -46,8 +47,9 @@ def step_in_waves(dtype, cuts):
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_ranks_that_need_a_parameter_in_other_waves_keep_it_alike(dtype):
     weight, momentum = step_in_waves(dtype, ())
-    # the second rank stores none of Q, which comes first, and shares a block of V with the third
-    parts = run_ranks(4, step_in_waves, dtype, (8 * 40, 15 * 40 + 20, 900))
+    # the second rank stores none of Q, which comes first, and shares a block of V with the third;
+    # the last one begins inside the second block of a row
+    parts = run_ranks(4, step_in_waves, dtype, (8 * 72, 15 * 72 + 20, 22 * 72 + 36))
     assert torch.equal(torch.cat([kept for _, kept in parts], 1), momentum)
     torch.testing.assert_close(torch.cat([own for own, _ in parts], 1), weight)
 

@@ -143,6 +143,7 @@ def detector(**heads: nn.Module) -> nn.Module:
         ({"span_embed": nn.ModuleList([Head(), Head()])}, "span_embed"),
         ({"top": nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 7))}, "top.2"),
         ({}, ""),
+        ({"classifier": nn.RNN(32, 8)}, ""),
         ({"top": nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))}, ""),
     ],
 )

@@ -139,7 +139,9 @@ def test_a_weight_with_a_row_for_each_expert_beside_them_is_a_router(choose, exp
 
 
 def test_a_model_without_a_router_says_so():
-    for model in (Layer(nn.Linear(8, EXPERTS + 1), as_list(8, 16, EXPERTS)), nn.Linear(8, 8)):
+    none = Layer(nn.Linear(8, EXPERTS + 1), as_list(8, 16, EXPERTS))
+    of_one = Layer(nn.Linear(8, 1), as_list(8, 16, 1))
+    for model in (none, of_one, nn.Linear(8, 8)):
         with listening() as lines:
             build_optimizer(model, OFF)
         (line,) = (line for line in lines if "router" in line)

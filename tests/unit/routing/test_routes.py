@@ -16,10 +16,11 @@ from megatron_eopt.base.errors import ConfigurationTypeError
 from megatron_eopt.config import registry
 from megatron_eopt.config.settings import resolve
 from megatron_eopt.routing import routes as rules
-from megatron_eopt.routing.groups import param_group
+from megatron_eopt.routing.groups import GROUP_ID, param_group
 from megatron_eopt.routing.parameters import check_dtypes, cut_dimension, trainable_parameters
 from megatron_eopt.routing.places import places_in
 from megatron_eopt.routing.routes import describe, overrides_of, read_overrides, unmatched
+from megatron_eopt.state.groups import find_groups
 from megatron_eopt.wrappers import grouping as grouping_of
 from tests.unit.routing.toy import Toy, groups_of, routes_of
 
@@ -556,3 +557,8 @@ def test_groups_that_nothing_else_tells_apart_are_numbered_in_the_order_of_their
     routes = rules.route_all(parameters_of(Toy()), {}, resolve(OptimizerConfig(lr=0.1)), standard)
     named = {dict(group.key.values).get("wd_mult"): group.identity for group in groups_of(routes)}
     assert (named[9.0], named[10.0]) == ("adam/dense/wd_mult//0", "adam/dense/wd_mult//1")
+
+
+def test_groups_that_differ_in_nothing_but_their_identity_are_told_apart():
+    groups = [{GROUP_ID: f"adam/dense/betas/{name}", "optimizer": "adam"} for name in "ab"]
+    assert find_groups(groups, groups[::-1]) == [1, 0]

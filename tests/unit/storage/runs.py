@@ -239,8 +239,9 @@ def make_optimizer(
         for name, param in (item for chunk in chunks for item in chunk.named_parameters()):
             param.test_is_qkv = name.endswith("linear_qkv.weight")
         matrices, others = param_groups(run, config, *chunks)
+        init = bases and [lambda *_: None] * len(bases)
         bases = bases or [muon_over(matrices, config, chunks[0]), adam_over(others, config)]
-        optimizer = LayerWiseDistributedOptimizer(bases, config, collection, None, list(chunks))
+        optimizer = LayerWiseDistributedOptimizer(bases, config, collection, init, list(chunks))
     set_lr(optimizer, config)
     return optimizer
 

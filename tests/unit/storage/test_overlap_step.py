@@ -31,7 +31,7 @@ KINDS += ("as it is", "as it is", "changed", "as it is", "other momentum", "in t
 """What happens to the gradients of each step, once they have been looked at."""
 
 READ_WITH_L2 = ("as it is", "as it is", "other weights", "as it is", "as it is", "other momenta")
-READ_WITH_L2 += ("as it is", "as it is", "other weights, by data")
+READ_WITH_L2 += ("as it is", "as it is", "other weights, by data", "as it is", "other weight_decay")
 
 LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "1": (1, {}, {}),
@@ -160,9 +160,9 @@ def train(
             grads = chunk.buffers[0].grad_data
             if kind == "changed":
                 grads.mul_(0.5)
-            elif kind == "other momentum":
+            elif (setting := kind.removeprefix("other ")) in ("momentum", "weight_decay"):
                 for group in optimizer.param_groups:
-                    group |= {"momentum": 0.5} if "momentum" in group else {}
+                    group |= {setting: 0.5} if setting in group else {}
             elif kind.startswith("other "):
                 change(kind, optimizer)
                 watch.note_versions()
