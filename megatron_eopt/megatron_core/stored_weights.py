@@ -109,8 +109,8 @@ class StoredWeights:
         main = {} if shard.main is shard.param else {self.main_kind: shard.main.detach()}
         state = self.optimizer.state[shard.main]
         if taken := MAIN_KINDS & state.keys():
-            rule = "checkpoints call main weights so"
-            raise ConfigurationError("state", min(taken), rule, "Give it another name")
+            rule = "is the name of main weights in checkpoints"
+            raise ConfigurationError("state", min(taken), rule, "Give this state another name")
         tensors = {**main, **state}
         return {kind: local_of(value) for kind, value in tensors.items()}
 

@@ -203,7 +203,7 @@ class Named(Averaging):
 def test_counts_of_groups_and_numbers_of_a_users_own_optimizer(tmp_path, wrap, cls):
     # whole matrices at an owner have keys of their own
     is_refused = cls is Named and wrap is plain
-    told = "state='param': checkpoints call main weights so"
+    told = "state='param': is the name of main weights"
     with registered("averaging", EmergingOptimizerEntry(cls, lambda *_: None)):
         case = wrap(Case("averaging", DENSE))
         with pytest.raises(ValueError, match=told) if is_refused else nullcontext():
