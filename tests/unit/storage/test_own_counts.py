@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_eopt import EmergingOptimizerEntry
+from megatron_eopt import EmergingOptimizerEntry, checkpoints
 from megatron_eopt.config.registry import registered
 from megatron_eopt.testing.scene import forget_megatron
 from tests.harness import run_ranks
@@ -207,6 +207,7 @@ def test_counts_of_groups_and_numbers_of_a_users_own_optimizer(tmp_path, wrap, c
     with registered("averaging", EmergingOptimizerEntry(cls, lambda *_: None)):
         case = wrap(Case("averaging", DENSE))
         with pytest.raises(ValueError, match=told) if is_refused else nullcontext():
-            whole, resumed = full_state.interrupted([case], str(tmp_path))
+            _, whole = full_state.stopped([case], str(tmp_path))
+            resumed = full_state.load([case], str(tmp_path), 2, checkpoints.load)
             assert not differences(whole[0], resumed[0])
             assert whole[0] != {}
