@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.layouts import Layout
 from megatron_eopt.math import standard_flops
-from megatron_eopt.optimizers.modes import home, place_matrices
+from megatron_eopt.optimizers.modes import ComputePlacement, home, place_matrices
 
 WAVE = 64 << 20
 
@@ -113,3 +113,9 @@ def test_short_side_cuts_are_recut_to_the_long_side():
     assert matrix.compute.local_shape(3) == (32, 24)
     (alone,) = place_matrices([rows((32, 96), 4)], 4, "exchange", WAVE)[0]
     assert sum(alone.load_of(rank, 4) > 0 for rank in range(4)) == 1
+
+
+def test_slabs_of_different_teams_or_shapes_are_no_batch():
+    shapes, teams = ((4, 6), (6, 4)), ((0, 1), (2, 3))
+    places = [ComputePlacement("exchange", rows(s, 2), team) for s in shapes for team in teams]
+    assert len({place.kind for place in places}) == 4
