@@ -242,7 +242,7 @@ def update_rule_over(
 
 def refuse_own_step(optimizer: Any) -> None:
     """Raise a ConfigurationError for a Muon of which a subclass overrides ``step``."""
-    if hasattr(optimizer, "steps_in_pieces"):
+    if hasattr(optimizer, "steps_in_pieces") and not steps_in_pieces(type(optimizer)):
         name = type(optimizer).__name__
         rule = "has a step of its own, which nobody calls: storages step update rules"
         hint = "Derive a rule from MuonRule, and set it as the class's update_rule_class"
